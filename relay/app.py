@@ -1,0 +1,260 @@
+"""The relay as a process: builds the parts, runs them until a signal, stops in order.
+
+The stop: leave the fleet, finish what is in flight within the grace, mark it, release every lane so that a successor
+starts at once. What the grace does not suffice for is discarded unsent; nothing is lost by it.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import structlog
+
+from fencepost import __version__
+from fencepost.errors import ConfigurationError, FencepostError, TransientError
+from relay.bell import Bell
+from relay.clock import lease_clock
+from relay.engine import Engine
+from relay.health import HealthServer
+from relay.lane import Lane
+from relay.metrics import Metrics
+from relay.ownership import Ownership
+from relay.producer import Producer
+from relay.publishing import Publishing
+from relay.settings import RelaySettings
+from relay.store import Store
+from relay.wire import RecordEncoder
+
+__all__ = ["Relay", "verify_installation"]
+
+_log = structlog.get_logger(__name__)
+
+_WATCH_SECONDS: Final = 0.1
+_BACKLOG_SECONDS: Final = 5.0
+_HORIZON_SECONDS: Final = 30.0
+_BACKLOG_MOST: Final = 10_000
+_LOOP_STALLED_SECONDS: Final = 30.0
+_START_PAUSE_SECONDS: Final = 1.0
+_LEAVE_SECONDS: Final = 2.0
+
+
+async def verify_installation(store: Store) -> str:
+    """The installation's id. Raises ``ConfigurationError`` on a replica, and in a cluster that the cursors are not from."""
+    installation = await store.installation()
+    if installation.in_recovery:
+        raise ConfigurationError("FENCEPOST_DATABASE_URL leads to a replica; the relay reads from the primary only")
+    if not installation.same_cluster:
+        raise ConfigurationError(
+            "this outbox was restored or moved from another cluster: its cursors hold that cluster's transaction ids, and "
+            "nothing is published. If this copy is to replace the original, run `fencepost lanes rebase`"
+        )
+    return installation.installation_id
+
+
+class Relay:
+    """One relay. ``run`` returns after a stop that was asked for, and raises on a fault that a restart must mend."""
+
+    def __init__(self, settings: RelaySettings) -> None:
+        self.relay_id = f"{settings.relay_name}/{secrets.token_hex(8)}"
+        self._settings = settings
+        self._metrics = Metrics(version=__version__, relay_id=self.relay_id)
+        self._stopping = asyncio.Event()
+        self._lanes: dict[int, Lane] = {}
+        self._ticked_at = lease_clock()
+        self._problems: list[str] = ["starting"]
+        self.health: HealthServer | None = None
+
+    def stop(self) -> None:
+        """Ask for the graceful stop. Safe to call more than once."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Run until stopped."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        loop.set_exception_handler(_log_loop_error)
+        settings = self._settings
+        self.health = HealthServer(
+            settings.http_host, settings.http_port, registry=self._metrics.registry, live=self._not_live, ready=self._not_ready
+        )
+        try:
+            store = await self._open_store()
+            if store is not None:
+                try:
+                    await self._run_parts(store)
+                finally:
+                    await store.close()
+        finally:
+            self.health.close()
+
+    async def _open_store(self) -> Store | None:
+        """Wait for the database for as long as it takes, or until stopped."""
+        timeout = min(self._settings.lease_seconds / 2, 30.0)
+        while not self._stopping.is_set():
+            try:
+                store = await Store.open(
+                    self._settings.database_url.get_secret_value(), relay_id=self.relay_id, timeout_seconds=timeout
+                )
+                try:
+                    await verify_installation(store)
+                except BaseException:
+                    await store.close()
+                    raise
+                return store
+            except TransientError as error:
+                self._problems = ["database: no answer"]
+                _log.warning("database_unreachable", error=str(error), retry_seconds=_START_PAUSE_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_START_PAUSE_SECONDS):
+                        await self._stopping.wait()
+        return None
+
+    async def _run_parts(self, store: Store) -> None:
+        settings = self._settings
+        bell: Bell | None = None
+        if settings.wakeup == "listen":
+            bell = Bell(
+                database_url=settings.database_url.get_secret_value(),
+                store=store,
+                metrics=self._metrics,
+                lanes=lambda: sorted(self._lanes),
+                ring=lambda: engine.ring(),
+                lanes_changed=lambda: ownership.look_now(),
+            )
+        engine = Engine(settings=settings, store=store, metrics=self._metrics, lanes=self._lanes, bell=bell)
+        publishing = Publishing(
+            make_producer=self._make_producer,
+            encoder=RecordEncoder(settings.source),
+            metrics=self._metrics,
+            deadline_seconds=settings.publish_deadline_seconds,
+            done=engine.flight_done,
+            changed=engine.changed,
+        )
+        ownership = Ownership(
+            store=store,
+            settings=settings,
+            relay_id=self.relay_id,
+            metrics=self._metrics,
+            lanes=self._lanes,
+            lost=engine.lane_lost,
+            changed=engine.changed,
+        )
+        engine.connect(publishing, ownership)
+        publishing.open()
+        parts: list[Coroutine[Any, Any, None]] = [
+            engine.poll_forever(),
+            engine.mark_forever(),
+            self._own(publishing, ownership),
+            self._watch(engine, publishing, ownership),
+            self._measure(store),
+        ]
+        if bell is not None:
+            parts.append(bell.run())
+        _log.info("relay_started", version=__version__, name=settings.relay_name, wakeup=settings.wakeup)
+        tasks = [asyncio.create_task(part) for part in parts]
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if self._stopping.is_set():
+                await self._finish(engine, ownership)
+        finally:
+            stopping.cancel()
+            await self._end(tasks, bell, publishing, ownership, engine)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    def _make_producer(self, may_send: Any) -> Producer:
+        return Producer(
+            bootstrap_servers=self._settings.kafka_bootstrap_servers,
+            client_id=self.relay_id.replace("/", "-"),
+            compression=self._settings.compression,
+            may_send=may_send,
+        )
+
+    async def _own(self, publishing: Publishing, ownership: Ownership) -> None:
+        # A relay joins the fleet once it can publish: until then the others' shares are not cut for it.
+        while not publishing.ready:
+            await asyncio.sleep(_WATCH_SECONDS)
+        await ownership.run()
+
+    async def _watch(self, engine: Engine, publishing: Publishing, ownership: Ownership) -> None:
+        """Ten times a second: what the clock decides."""
+        while True:
+            self._ticked_at = now = lease_clock()
+            ownership.expire()
+            publishing.watch()
+            problems = []
+            if now - ownership.database_seen_at > max(self._settings.renew_interval_seconds, 2.0):
+                problems.append("database: no answer")
+            if not publishing.ready:
+                problems.append("kafka: no answer")
+            self._problems = problems
+            self._stuck_seconds = engine.stuck_seconds()
+            self._metrics.lanes({lane.number: lane.generation for lane in self._lanes.values()}, engine.stopped_lanes())
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _measure(self, store: Store) -> None:
+        """The gauges that cost a query: bounded, and never in the way of a poll."""
+        horizon_at = 0.0
+        while True:
+            try:
+                positions = {lane.number: lane.marked_position for lane in self._lanes.values()}
+                for backlog in await store.backlog(positions, _BACKLOG_MOST) if positions else ():
+                    if backlog.lane in self._lanes:
+                        self._metrics.backlog(backlog.lane, backlog.waiting, backlog.oldest_age_seconds)
+                if lease_clock() >= horizon_at:
+                    self._metrics.horizon(await store.horizon())
+                    horizon_at = lease_clock() + _HORIZON_SECONDS
+            except TransientError as error:
+                self._metrics.database_error("measure")
+                _log.warning("measure_failed", error=str(error))
+            await asyncio.sleep(_BACKLOG_SECONDS)
+
+    async def _finish(self, engine: Engine, ownership: Ownership) -> None:
+        _log.info("relay_stopping", lanes=sorted(self._lanes), grace_seconds=self._settings.stop_grace_seconds)
+        engine.draining = True
+        deadline = lease_clock() + self._settings.stop_grace_seconds
+        try:
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await ownership.leave()
+        except (TransientError, TimeoutError) as error:
+            _log.warning("leave_failed", error=str(error))
+        while self._lanes and lease_clock() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _end(
+        self, tasks: list[asyncio.Task[None]], bell: Bell | None, publishing: Publishing, ownership: Ownership, engine: Engine
+    ) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await publishing.close()  # before the release: nothing of ours may leave once another may own the lanes
+        try:
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                if bell is not None:
+                    await bell.disarm()
+                await ownership.release_all()
+        except (FencepostError, TimeoutError) as error:
+            _log.warning("release_failed", error=str(error), consequence="the lanes become free when their leases end")
+        _log.info("relay_stopped")
+
+    def _not_live(self) -> list[str]:
+        problems = []
+        if lease_clock() - self._ticked_at > _LOOP_STALLED_SECONDS:
+            problems.append("the event loop stands still")
+        if getattr(self, "_stuck_seconds", 0.0) > max(_LOOP_STALLED_SECONDS, self._settings.lease_seconds) and not self._problems:
+            problems.append("lanes are held and not polled")
+        return problems
+
+    def _not_ready(self) -> list[str]:
+        return list(self._problems)
+
+
+def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    _log.warning("loop_error", message=context.get("message"), error=f"{type(error).__name__}: {error}" if error else None)

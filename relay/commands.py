@@ -1,0 +1,58 @@
+"""The relay's commands: ``fencepost relay run``."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from relay.app import Relay
+from relay.logs import configure_logs
+from relay.settings import load_settings
+
+__all__ = ["register"]
+
+_relay = typer.Typer(help="The relay service.", no_args_is_help=True)
+
+
+def register(root: typer.Typer) -> None:
+    """Add the relay's commands to the root."""
+    root.add_typer(_relay, name="relay")
+
+
+@_relay.callback()
+def _group() -> None:
+    pass
+
+
+@_relay.command("run")
+def run(
+    database_url: Annotated[str | None, typer.Option(help="Overrides FENCEPOST_DATABASE_URL.")] = None,
+    kafka_bootstrap_servers: Annotated[str | None, typer.Option(help="Overrides FENCEPOST_KAFKA_BOOTSTRAP_SERVERS.")] = None,
+) -> None:
+    """Publish outbox rows until SIGTERM or Ctrl-C.
+
+    Everything else is set by FENCEPOST_* in the environment; see the settings reference. Exit codes: 0 after a stop,
+    1 after a fault that a restart may mend, 2 for a wrong set-up.
+
+    Example:
+
+      FENCEPOST_DATABASE_URL=postgresql://app@db/app FENCEPOST_KAFKA_BOOTSTRAP_SERVERS=kafka:9092 fencepost relay run
+    """
+    given = {"database_url": database_url, "kafka_bootstrap_servers": kafka_bootstrap_servers}
+    settings = load_settings({name: value for name, value in given.items() if value is not None})
+
+    async def main() -> None:
+        relay = Relay(settings)
+        configure_logs(settings.log_level, relay.relay_id)
+        await relay.run()
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(main())
+
+
+def _loop_factory():  # type: ignore[no-untyped-def]
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,71 @@
+"""/livez, /readyz and /metrics on one port, served by threads, so that a scrape never waits for the relay's loop.
+
+Liveness: a restart would help. Readiness: database and broker answer. A refused row is an alert, not unreadiness: it
+would block the roll-out of its own fix.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from fencepost.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+__all__ = ["HealthServer", "Problems"]
+
+Problems = Callable[[], list[str]]
+
+_REQUEST_SECONDS: Final = 5
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_SECONDS
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Probes come every few seconds; they are not news."""
+
+
+class HealthServer:
+    """``live`` and ``ready`` return what is wrong, as short texts without secrets; an empty list is well."""
+
+    def __init__(self, host: str, port: int, *, registry: CollectorRegistry, live: Problems, ready: Problems) -> None:
+        self._metrics = make_wsgi_app(registry)
+        self._checks = {"/livez": live, "/readyz": ready}
+        try:
+            self._server = make_server(host, port, self._serve, server_class=_Server, handler_class=_Handler)
+        except OSError as error:
+            raise ConfigurationError(
+                f"FENCEPOST_HTTP_HOST, FENCEPOST_HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}"
+            ) from error
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
+        self._thread.start()
+
+    def _serve(self, environment: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        path = environment["PATH_INFO"]
+        if path == "/metrics":
+            return self._metrics(environment, start_response)
+        check = self._checks.get(path)
+        if check is None:
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"try /livez, /readyz or /metrics\n"]
+        problems = check()
+        status = "503 Service Unavailable" if problems else "200 OK"
+        start_response(status, [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
+        return [json.dumps({"status": "failing" if problems else "ok", "problems": problems}).encode() + b"\n"]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,129 @@
+"""A lane while this relay holds it: lease, planned cursor, the batch polled ahead, the batch in flight. State only."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from relay.clock import lease_clock
+from relay.cursor import Batch, Cursor, Row
+
+__all__ = ["Flight", "Lane", "Receipt", "Refusal"]
+
+Offsets = dict[str, dict[int, tuple[int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """The row at which a lane stands still: the broker will not take it. The lane keeps trying, slowly."""
+
+    row_id: int
+    event_id: str
+    topic: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What a mark writes: the cursor behind an acknowledged batch, and where its rows went."""
+
+    lane: int
+    generation: int
+    sequence: int
+    cursor: Cursor
+    first_id: int | None
+    last_id: int | None
+    row_count: int
+    late_count: int
+    offsets: Offsets
+    partition_counts: dict[str, int]
+
+
+class Flight:
+    """One batch on its way to the broker. Rows that were acknowledged are remembered and not sent again."""
+
+    def __init__(self, lane: "Lane", batch: Batch, sequence: int) -> None:
+        self.lane = lane
+        self.batch = batch
+        self.sequence = sequence
+        self.to_send: Sequence[Row] = batch.rows
+        self.outstanding = 0
+        self.failed: list[Row] = []
+        self.last_error: BaseException | None = None
+        self.attempts = 0
+        self.offsets: Offsets = {}
+        self.partition_counts: dict[str, int] = {}
+        # None: rows share Kafka batches with other lanes'. Else: none do, and at most so many rows go in one.
+        self.narrow: int | None = None
+        self.retry_at = 0.0
+        self.sent_at = 0.0
+        self.started_at = lease_clock()
+
+    def acknowledge(self, topic: str, partition: int, first: int, last: int) -> None:
+        """Rows of this flight lie on ``partition`` from offset ``first`` to ``last``."""
+        partitions = self.offsets.setdefault(topic, {})
+        known = partitions.get(partition)
+        partitions[partition] = (first, last) if known is None else (min(known[0], first), max(known[1], last))
+
+    def fail(self, rows: Iterable[Row], error: BaseException) -> None:
+        self.failed.extend(rows)
+        self.last_error = error
+
+    def prepare_retry(self) -> None:
+        """What failed goes again, in id order, which is the order within each key."""
+        self.to_send = sorted(self.failed, key=lambda row: row["id"])
+        self.failed = []
+        self.attempts += 1
+
+    def receipt(self) -> Receipt:
+        ids = [row["id"] for row in self.batch.rows]
+        return Receipt(
+            lane=self.lane.number,
+            generation=self.lane.generation,
+            sequence=self.sequence,
+            cursor=self.batch.cursor,
+            first_id=min(ids, default=None),
+            last_id=max(ids, default=None),
+            row_count=len(ids),
+            late_count=self.batch.late_count,
+            offsets=self.offsets,
+            partition_counts=self.partition_counts,
+        )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Lane:
+    """``cursor`` and ``sequence`` are planned: what they will be once everything polled is marked.
+
+    ``hungry`` says that the last poll was cut short, or that there was none yet: more is known to wait.
+    """
+
+    number: int
+    generation: int
+    trusted_until: float
+    cursor: Cursor
+    sequence: int
+    marked_position: int
+    ready: Batch | None = None
+    flight: Flight | None = None
+    unmarked: int = 0
+    hungry: bool = True
+    releasing: bool = False
+    refusal: Refusal | None = None
+    published_at: float = field(default_factory=lease_clock)
+
+    @property
+    def trusted(self) -> bool:
+        return lease_clock() < self.trusted_until
+
+    def distrust(self) -> None:
+        """The lease is lost: whatever still holds this lane must not send."""
+        self.trusted_until = -math.inf
+
+    @property
+    def pollable(self) -> bool:
+        return self.ready is None and not self.releasing and self.trusted
+
+    @property
+    def idle(self) -> bool:
+        """Nothing polled, nothing in flight, nothing to mark: a batch boundary."""
+        return self.ready is None and self.flight is None and self.unmarked == 0

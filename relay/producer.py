@@ -1,0 +1,171 @@
+"""The broker adapter: one idempotent aiokafka producer that can be discarded without sending another byte.
+
+aiokafka's own ``stop()`` flushes and retries, so a relay that lost its lease would still publish. ``discard`` cancels the
+sender and closes the connections instead. Errors of the broker are translated here, once, into what to do about them.
+"""
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from aiokafka import AIOKafkaProducer, TopicPartition, errors
+from aiokafka.producer.message_accumulator import BatchBuilder
+
+from fencepost.errors import LeaseLost, TransientError
+
+__all__ = ["MAX_BATCH_BYTES", "BatchBuilder", "Producer", "ProducerDiscarded", "Verdict", "verdict"]
+
+# Under Kafka's default of 1,048,588 bytes a record batch; a single larger record makes a batch of its own.
+MAX_BATCH_BYTES: Final = 1_000_000
+_CLOSE_SECONDS: Final = 2.0
+_QUEUE_SECONDS: Final = 30.0
+
+
+class ProducerDiscarded(TransientError):
+    """The producer was thrown away before the broker answered; the rows may or may not be on the topic."""
+
+
+class Verdict(enum.Enum):
+    """What an error of a batch says about its rows."""
+
+    RETRY = "retry"
+    """The environment's fault, or the producer's: the same rows go again through a new producer."""
+    REFUSED = "refused"
+    """The broker will not take these bytes, however often they are sent."""
+
+
+# These name the records themselves. All else (leader, quota, topic, permission, sequence) is not the row's fault.
+_REFUSALS: Final = (
+    errors.MessageSizeTooLargeError,
+    errors.RecordListTooLargeError,
+    errors.InvalidMessageError,
+    errors.CorruptRecordException,
+    errors.InvalidTimestampError,
+    errors.UnknownError,  # what aiokafka makes of INVALID_RECORD (87): a null key on a compacted topic, say
+)
+
+
+def verdict(error: BaseException) -> Verdict:
+    """Pure: what to do about an error that a batch ended with."""
+    return Verdict.REFUSED if isinstance(error, _REFUSALS) else Verdict.RETRY
+
+
+class _LeaseGuard(errors.KafkaError):  # type: ignore[misc]
+    retriable = False
+
+
+class Producer:
+    """``may_send`` is asked right before every request leaves the process; False ends all sending for good."""
+
+    def __init__(self, *, bootstrap_servers: str, client_id: str, compression: str, may_send: Callable[[], bool]) -> None:
+        self._producer = AIOKafkaProducer(
+            bootstrap_servers=bootstrap_servers,
+            client_id=client_id,
+            acks="all",
+            enable_idempotence=True,
+            compression_type=None if compression == "none" else compression,
+            linger_ms=0,
+            max_batch_size=MAX_BATCH_BYTES,
+            metadata_max_age_ms=60_000,
+            request_timeout_ms=30_000,
+            retry_backoff_ms=100,
+        )
+        self._may_send = may_send
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._guard_requests()
+
+    def _guard_requests(self) -> None:
+        # aiokafka sends queued batches by itself, so the check sits at the last place before the socket.
+        send = self._producer.client.send
+
+        async def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self._gone.done() or not self._may_send():
+                raise _LeaseGuard("the lease is no longer trusted; nothing more is sent")
+            return await send(*args, **kwargs)
+
+        self._producer.client.send = guarded
+
+    async def start(self) -> None:
+        """Connect and obtain a producer id. Raises ``TransientError``; nothing is left open then."""
+        try:
+            await self._producer.start()
+        except (errors.KafkaError, OSError) as error:
+            await self.discard()
+            raise TransientError(f"cannot reach Kafka: {error}") from error
+        except BaseException:
+            await self.discard()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """False once a fatal error has ended the sender, or the producer was discarded."""
+        sender = self._producer._sender.sender_task
+        return not self._gone.done() and sender is not None and not sender.done()
+
+    def partition_count(self, topic: str) -> int:
+        """Partitions of ``topic`` in the metadata at hand; 0 when the topic is not known (yet)."""
+        return len(self._producer.client.cluster.partitions_for_topic(topic) or ())
+
+    async def learn_topic(self, topic: str, timeout_seconds: float) -> int:
+        """Ask the cluster about ``topic``; its partitions, or 0 if it does not exist or nobody answers in time."""
+        with contextlib.suppress(errors.KafkaError, TimeoutError, OSError):
+            async with asyncio.timeout(timeout_seconds):
+                self._producer.client.add_topic(topic)
+                await self._producer.client.force_metadata_update()
+        return self.partition_count(topic)
+
+    def new_batch(self) -> "BatchBuilder":
+        return self._producer.create_batch()
+
+    async def send(self, builder: "BatchBuilder", topic: str, partition: int) -> int:
+        """Publish a batch; the offset of its first record once every in-sync replica has it.
+
+        Never gives up by itself: the caller watches the clock and discards. Raises aiokafka's error of the batch,
+        ``ProducerDiscarded``, or ``LeaseLost`` when the lease ended before the request left.
+        """
+        builder.close()
+        delivery = asyncio.ensure_future(self._deliver(builder, TopicPartition(topic, partition)))
+        try:
+            await asyncio.wait([delivery, self._gone], return_when=asyncio.FIRST_COMPLETED)
+            if delivery.done():
+                return delivery.result()
+            raise ProducerDiscarded("the producer was discarded before the broker answered")
+        except _LeaseGuard as error:
+            raise LeaseLost("the lease ended before the batch left") from error
+        finally:
+            delivery.cancel()
+
+    async def _deliver(self, builder: "BatchBuilder", partition: TopicPartition) -> int:
+        while True:
+            try:
+                future = await self._producer._message_accumulator.add_batch(builder, partition, _QUEUE_SECONDS)
+                break
+            except errors.KafkaTimeoutError:
+                continue  # an earlier batch of this partition still waits for its leader
+        metadata = await future
+        return int(metadata.offset)
+
+    async def discard(self) -> None:
+        """Stop without sending: cancel the sender, close the connections. What was in the network may still land."""
+        if self._gone.done():
+            return
+        self._gone.set_result(None)
+        producer = self._producer
+        producer._closed = True  # or its __del__ would warn that stop() was not called
+        sender = producer._sender.sender_task
+        if sender is not None:
+            sender.cancel()
+        with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await producer.client.close()
+        if sender is not None:
+            # The sender waits for the requests it had started; their connections are closed, so they end now.
+            _, pending = await asyncio.wait([sender], timeout=_CLOSE_SECONDS)
+            if pending:
+                logging.getLogger(__name__).warning("a discarded producer's sender did not end in time")
+
+
+logging.getLogger("aiokafka").setLevel(logging.ERROR)

@@ -1,0 +1,398 @@
+"""Puts batches of many lanes into Kafka batches, and tells each lane when all of its rows are acknowledged.
+
+Rows of different lanes share Kafka batches; a lane is done on its own. A flight never gives up: what failed for a
+passing reason goes again through a new producer, after a growing pause. What the broker refuses is cut down until the
+row at fault stands alone; its lane stands still there, and only it.
+
+One producer is current. A producer with a failed batch has a hole in its sequence numbers, so it retires: new batches go
+to a new one, those on their way may finish, and then, or when they take too long, it is discarded.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final
+
+import structlog
+from aiokafka import errors
+
+from fencepost.errors import LeaseLost, TransientError
+from relay.clock import lease_clock
+from relay.cursor import Row
+from relay.lane import Flight, Refusal
+from relay.metrics import Metrics
+from relay.partitioner import partition_of
+from relay.producer import BatchBuilder, Producer, ProducerDiscarded, Verdict, verdict
+from relay.wire import RecordEncoder
+
+__all__ = ["Publishing"]
+
+_log = structlog.get_logger(__name__)
+
+_RETRY_FIRST_SECONDS: Final = 0.05
+_RETRY_MOST_SECONDS: Final = 5.0
+_REFUSED_RETRY_SECONDS: Final = 30.0
+# How long batches on their way may take once their producer retires because another one failed.
+_RETIRE_SECONDS: Final = 1.0
+_LEAST_BATCH_BYTES: Final = 1024
+
+TopicPartition = tuple[str, int]
+
+
+class _Part:
+    """Rows of one flight within a Kafka batch, side by side from ``first_index``."""
+
+    __slots__ = ("first_index", "flight", "rows")
+
+    def __init__(self, flight: Flight, first_index: int) -> None:
+        self.flight = flight
+        self.first_index = first_index
+        self.rows: list[Row] = []
+
+
+class _Segment:
+    """One Kafka batch on its way."""
+
+    __slots__ = ("builder", "parts", "size", "topic_partition")
+
+    def __init__(self, topic_partition: TopicPartition, builder: BatchBuilder) -> None:
+        self.topic_partition = topic_partition
+        self.builder = builder
+        self.parts: list[_Part] = []
+        self.size = 0
+
+    def open_part(self, flight: Flight) -> _Part:
+        part = _Part(flight, self.size)
+        self.parts.append(part)
+        flight.outstanding += 1
+        return part
+
+
+class _Course:
+    """A producer and the flights that are on it."""
+
+    def __init__(self, producer: Producer) -> None:
+        self.producer = producer
+        self.flights: dict[Flight, int] = {}
+        self.retiring = False
+
+    def board(self, flight: Flight) -> None:
+        self.flights[flight] = self.flights.get(flight, 0) + 1
+
+    def leave(self, flight: Flight) -> None:
+        self.flights[flight] -= 1
+        if not self.flights[flight]:
+            del self.flights[flight]
+
+
+class Publishing:
+    """``make_producer`` builds an unstarted producer around its ``may_send``; ``done`` is told of each flight that
+    has every row acknowledged; ``changed`` that something may be sent again."""
+
+    def __init__(
+        self,
+        *,
+        make_producer: Callable[[Callable[[], bool]], Producer],
+        encoder: RecordEncoder,
+        metrics: Metrics,
+        deadline_seconds: float,
+        done: Callable[[Flight], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._make_producer = make_producer
+        self._encoder = encoder
+        self._metrics = metrics
+        self._deadline = deadline_seconds
+        self._done = done
+        self._changed = changed
+        self._current: _Course | None = None
+        self._courses: set[_Course] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._builder_task: asyncio.Task[None] | None = None
+        self._closed = False
+        # Topics whose broker refused a batch of several rows as too large, and the bytes that may still fit.
+        self._batch_bytes: dict[str, int] = {}
+
+    # -- the current producer ------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """A started producer is at hand."""
+        return self._current is not None
+
+    def open(self) -> None:
+        """Begin to obtain a producer; ``changed`` is called once there is one. Retries for as long as it takes."""
+        if self._builder_task is None and not self._closed:
+            self._builder_task = asyncio.create_task(self._build_producer())
+
+    async def _build_producer(self) -> None:
+        pause = _RETRY_FIRST_SECONDS
+        try:
+            while self._current is None:
+                course: _Course | None = None
+
+                def may_send() -> bool:
+                    return all(flight.lane.trusted for flight in course.flights) if course else True
+
+                course = _Course(self._make_producer(may_send))
+                try:
+                    await course.producer.start()
+                except TransientError as error:
+                    _log.warning("kafka_unreachable", error=str(error), retry_seconds=round(pause, 2))
+                    await asyncio.sleep(_jittered(pause))
+                    pause = min(pause * 2, _RETRY_MOST_SECONDS)
+                    continue
+                except asyncio.CancelledError:
+                    await course.producer.discard()
+                    raise
+                self._courses.add(course)
+                self._current = course
+        finally:
+            self._builder_task = None
+        self._changed()
+
+    def _retire(self, course: _Course, grace_seconds: float) -> None:
+        """No new batch for this producer; discard it when it is empty, at the latest after the grace."""
+        if course.retiring:
+            return
+        course.retiring = True
+        if self._current is course:
+            self._current = None
+            self._metrics.producer_rebuilt()
+            self.open()
+        if not course.flights:
+            self._spawn(self._discard(course))
+        else:
+            asyncio.get_running_loop().call_later(grace_seconds, lambda: self._spawn(self._discard(course)))
+
+    async def _discard(self, course: _Course) -> None:
+        if course in self._courses:
+            self._courses.remove(course)
+            await course.producer.discard()
+
+    def abandon(self, flights: Iterable[Flight]) -> None:
+        """The leases of these flights are lost: nothing more of them leaves, so their producers go at once."""
+        lost = set(flights)
+        for course in list(self._courses):
+            if lost & course.flights.keys():
+                self._retire(course, 0)
+                self._spawn(self._discard(course))
+
+    async def close(self) -> None:
+        """Discard everything, sending nothing more."""
+        self._closed = True
+        if self._builder_task is not None:
+            self._builder_task.cancel()
+            await asyncio.wait([self._builder_task])
+        await asyncio.gather(*(self._discard(course) for course in list(self._courses)))
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- flights -------------------------------------------------------------------------------------------------
+
+    def start(self, flights: Sequence[Flight]) -> None:
+        """Send what these flights have to send. Requires ``ready``."""
+        course = self._current
+        assert course is not None
+        chains: dict[TopicPartition, list[_Segment]] = {}
+        shared: dict[TopicPartition, _Segment] = {}
+        unknown: dict[str, list[_Part]] = {}
+        for flight in flights:
+            flight.outstanding += 1  # held while its segments are built: it must not settle in between
+            open_segments = shared if flight.narrow is None else {}
+            self._build(course, flight, open_segments, chains, unknown)
+        for chain in chains.values():
+            for segment in chain:
+                for part in segment.parts:
+                    course.board(part.flight)
+            self._spawn(self._send(course, chain))
+        for topic, parts in unknown.items():
+            self._spawn(self._learn(course, topic, parts))
+        for flight in flights:
+            flight.sent_at = lease_clock()
+            self._part_settled(flight)
+
+    def _build(
+        self,
+        course: _Course,
+        flight: Flight,
+        open_segments: dict[TopicPartition, _Segment],
+        chains: dict[TopicPartition, list[_Segment]],
+        unknown: dict[str, list[_Part]],
+    ) -> None:
+        producer = course.producer
+        headers_of, timestamp_of = self._encoder.headers, self._encoder.timestamp_ms
+        parts: dict[TopicPartition, _Part] = {}
+        counts = flight.partition_counts
+        counts.clear()
+        spread = random.randrange(1 << 16)  # noqa: S311 - where keyless rows of this batch go; no secret
+        narrow = flight.narrow
+        for row in flight.to_send:
+            topic = row["topic"]
+            count = counts.get(topic)
+            if count is None:
+                count = counts[topic] = producer.partition_count(topic)
+            if not count:
+                self._set_aside(flight, topic, row, unknown)
+                continue
+            key = row["key"]
+            target = (topic, spread % count if key is None else partition_of(key, count))
+            part = parts.get(target)
+            if part is None or (narrow is not None and len(part.rows) >= narrow):
+                part = parts[target] = self._segment(producer, target, open_segments, chains, full=part is not None).open_part(
+                    flight
+                )
+            segment = open_segments[target]
+            record = (timestamp_of(row), key, row["payload"], headers_of(row))
+            bound = self._batch_bytes.get(topic)
+            if (bound and segment.size and segment.builder.size() + row["record_bytes"] > bound) or not _append(segment, record):
+                part = parts[target] = self._segment(producer, target, open_segments, chains, full=True).open_part(flight)
+                segment = open_segments[target]
+                _append(segment, record)
+            segment.size += 1
+            part.rows.append(row)
+        flight.to_send = ()
+
+    @staticmethod
+    def _segment(
+        producer: Producer,
+        target: TopicPartition,
+        open_segments: dict[TopicPartition, _Segment],
+        chains: dict[TopicPartition, list[_Segment]],
+        *,
+        full: bool,
+    ) -> _Segment:
+        segment = open_segments.get(target)
+        if segment is None or full:
+            segment = open_segments[target] = _Segment(target, producer.new_batch())
+            chains.setdefault(target, []).append(segment)
+        return segment
+
+    @staticmethod
+    def _set_aside(flight: Flight, topic: str, row: Row, unknown: dict[str, list[_Part]]) -> None:
+        parts = unknown.setdefault(topic, [])
+        if not parts or parts[-1].flight is not flight:
+            parts.append(_Part(flight, 0))
+            flight.outstanding += 1
+        parts[-1].rows.append(row)
+
+    async def _send(self, course: _Course, chain: Sequence[_Segment]) -> None:
+        """One partition's batches, one after the other: the second may not pass a first that is refused."""
+        for position, segment in enumerate(chain):
+            topic, partition = segment.topic_partition
+            try:
+                offset = await course.producer.send(segment.builder, topic, partition)
+            except Exception as error:  # noqa: BLE001 - every outcome of a batch is sorted below; none is swallowed
+                self._retire(course, _RETIRE_SECONDS)
+                self._failed(course, segment, error)
+                for unsent in chain[position + 1 :]:
+                    self._failed(course, unsent, ProducerDiscarded("an earlier batch of the partition failed"))
+                return
+            self._acknowledged(course, segment, offset)
+
+    def _acknowledged(self, course: _Course, segment: _Segment, offset: int) -> None:
+        topic, partition = segment.topic_partition
+        for part in segment.parts:
+            first = offset + part.first_index
+            part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
+            self._metrics.acknowledged(topic, len(part.rows), sum(row["record_bytes"] for row in part.rows))
+            self._off_course(course, part.flight)
+
+    def _failed(self, course: _Course, segment: _Segment, error: Exception) -> None:
+        topic, partition = segment.topic_partition
+        refused = verdict(error) is Verdict.REFUSED
+        if isinstance(error, errors.MessageSizeTooLargeError) and segment.size > 1:
+            self._batch_bytes[topic] = max(segment.builder.size() // 2, _LEAST_BATCH_BYTES)
+        for part in segment.parts:
+            flight = part.flight
+            if refused:
+                self._narrow(flight, part, segment, error)
+            elif flight.narrow is None and not isinstance(error, ProducerDiscarded | LeaseLost):
+                flight.narrow = len(part.rows)
+            self._metrics.not_published(topic, "refused" if refused else "retried", len(part.rows))
+            flight.fail(part.rows, error)
+            self._off_course(course, flight)
+        if not isinstance(error, ProducerDiscarded | LeaseLost):
+            _log.warning(
+                "batch_failed", topic=topic, partition=partition, rows=segment.size, error=f"{type(error).__name__}: {error}"
+            )
+
+    @staticmethod
+    def _narrow(flight: Flight, part: _Part, segment: _Segment, error: Exception) -> None:
+        if segment.size > 1:
+            flight.narrow = max(1, min(segment.size // 2, flight.narrow or segment.size))
+            return
+        row = part.rows[0]
+        if flight.lane.refusal is None:
+            _log.error(
+                "row_refused", lane=flight.lane.number, event_id=row["event_id"], topic=row["topic"], bytes=row["record_bytes"],
+                error=type(error).__name__, remedy="the lane stands still at this row: raise the topic's limit or change its policy",
+            )  # fmt: skip
+        flight.lane.refusal = Refusal(row_id=row["id"], event_id=row["event_id"], topic=row["topic"], error=type(error).__name__)
+
+    def _off_course(self, course: _Course, flight: Flight) -> None:
+        course.leave(flight)
+        if course.retiring and not course.flights:
+            self._spawn(self._discard(course))
+        self._part_settled(flight)
+
+    async def _learn(self, course: _Course, topic: str, parts: Sequence[_Part]) -> None:
+        known = await course.producer.learn_topic(topic, self._deadline)
+        if not known:
+            _log.warning("topic_unavailable", topic=topic, remedy="create the topic, or allow the relay to describe and write it")
+            if not course.producer.alive:
+                self._retire(course, _RETIRE_SECONDS)
+        for part in parts:
+            part.flight.fail(part.rows, TransientError(f"topic {topic} is not available"))
+            if known:
+                part.flight.attempts = 0
+            else:
+                self._metrics.not_published(topic, "retried", len(part.rows))
+            self._part_settled(part.flight, again_at_once=bool(known))
+
+    def _part_settled(self, flight: Flight, *, again_at_once: bool = False) -> None:
+        flight.outstanding -= 1
+        if flight.outstanding:
+            return
+        if not flight.failed:
+            flight.lane.refusal = None
+            self._done(flight)
+            return
+        flight.prepare_retry()
+        delay = 0.0 if again_at_once else _retry_delay(flight)
+        flight.retry_at = lease_clock() + delay
+        asyncio.get_running_loop().call_later(delay + 0.001, self._changed)
+
+    def watch(self) -> None:
+        """Retire every producer that has kept a flight waiting beyond the publish deadline. To be called regularly."""
+        limit = lease_clock() - self._deadline
+        for course in list(self._courses):
+            late = [flight for flight in course.flights if flight.sent_at < limit]
+            if late and not course.retiring:
+                for flight in late:
+                    self._metrics.not_published("(any)", "timeout", len(flight.batch.rows))
+                _log.warning("publish_deadline", lanes=sorted(flight.lane.number for flight in late), seconds=self._deadline)
+                self._retire(course, _RETIRE_SECONDS)
+
+
+def _append(segment: _Segment, record: tuple[int, bytes | None, bytes | None, list[tuple[str, bytes]]]) -> bool:
+    timestamp, key, value, headers = record
+    return segment.builder.append(timestamp=timestamp, key=key, value=value, headers=headers) is not None
+
+
+def _retry_delay(flight: Flight) -> float:
+    if flight.lane.refusal is not None:
+        return _jittered(_REFUSED_RETRY_SECONDS)
+    if isinstance(flight.last_error, ProducerDiscarded) or verdict(flight.last_error or TransientError()) is Verdict.REFUSED:
+        return 0.0
+    return _jittered(min(_RETRY_FIRST_SECONDS * 2 ** min(flight.attempts, 16), _RETRY_MOST_SECONDS))
+
+
+def _jittered(seconds: float) -> float:
+    return seconds * random.uniform(0.75, 1.0)  # noqa: S311 - spreads retries; no secret

@@ -1,0 +1,272 @@
+"""The database adapter: one method a statement. Foreign errors become Fencepost's here and nowhere else.
+
+No transaction outlives a statement: every one is a single implicit transaction, so nothing is ever open while Kafka is
+awaited, and every statement works through a transaction pooler.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import asyncpg
+
+from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
+from fencepost.statements import load_statements
+from relay.cursor import Cursor, Row
+from relay.lane import Receipt
+from relay.share import Fleet
+
+__all__ = ["Backlog", "Installation", "Poll", "Store", "connect_listener", "translated"]
+
+_SQL: Final = load_statements("relay", "statements.sql")
+# poll, mark, coordination and one for the gauges: each can hang without the others.
+_POOL_SIZE: Final = 4
+_HEAD: Final = -1
+
+# Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
+_TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
+_READ_ONLY: Final = "25006"
+_LOCK_NOT_AVAILABLE: Final = "55P03"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poll:
+    """The snapshot of a poll, and its rows by lane, late ones first."""
+
+    snapshot: str
+    rows: Mapping[int, Sequence[Row]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backlog:
+    """``waiting`` is counted up to a bound; ``oldest_age_seconds`` is 0 when nothing waits."""
+
+    lane: int
+    waiting: int
+    oldest_age_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """The installation's id, and whether this cluster is the one its cursors were made in."""
+
+    installation_id: str
+    same_cluster: bool
+    in_recovery: bool
+
+
+@asynccontextmanager
+async def translated(statement: str) -> AsyncIterator[None]:
+    """Foreign errors in, Fencepost's out, cause kept: passing ones as ``TransientError``, wrong set-up as ``ConfigurationError``."""
+    try:
+        yield
+    except asyncpg.PostgresError as error:
+        raise _translate(statement, error) from error
+    except (asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
+
+
+def _translate(statement: str, error: asyncpg.PostgresError) -> Exception:
+    state = error.sqlstate or ""
+    if state[:2] in _TRANSIENT_CLASSES or state in {_READ_ONLY, _LOCK_NOT_AVAILABLE}:
+        return TransientError(f"{statement}: {state} {error}")
+    if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
+        return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
+    if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
+        return ConfigurationError(f"the schema is missing or older than this relay ({error}); run `fencepost migrate`")
+    if isinstance(error, asyncpg.InsufficientPrivilegeError):
+        return ConfigurationError(f"{error}; grant the role fencepost_relay to the relay's database user")
+    return error
+
+
+async def _prepare_connection(connection: asyncpg.Connection) -> None:
+    # PostgreSQL's own form of a timestamp, an integer: building datetimes would cost the hot path a microsecond a row.
+    await connection.set_type_codec(
+        "timestamptz", schema="pg_catalog", encoder=lambda value: value, decoder=lambda value: value[0], format="tuple"
+    )
+
+
+async def _keep_nothing(_connection: asyncpg.Connection) -> None:
+    """Statements leave no session state behind, so returning a connection to the pool needs no statement."""
+
+
+async def connect_listener(database_url: str) -> asyncpg.Connection:
+    """A connection of its own for LISTEN."""
+    async with translated("listen"):
+        return await asyncpg.connect(database_url, timeout=10, server_settings={"application_name": "fencepost-listen"})
+
+
+class Store:
+    """``relay_id`` is the owner that every write names. ``timeout_seconds`` bounds each statement, waiting for a connection included."""
+
+    def __init__(self, pool: "asyncpg.Pool[asyncpg.Record]", relay_id: str, timeout_seconds: float) -> None:
+        self._pool = pool
+        self._relay_id = relay_id
+        self._timeout = timeout_seconds
+
+    @classmethod
+    async def open(cls, database_url: str, *, relay_id: str, timeout_seconds: float) -> "Store":
+        async with translated("connect"):
+            pool = await asyncpg.create_pool(
+                database_url,
+                min_size=1,
+                max_size=_POOL_SIZE,
+                timeout=timeout_seconds,
+                init=_prepare_connection,
+                reset=_keep_nothing,
+                server_settings={"application_name": "fencepost-relay"},
+            )
+        return cls(pool, relay_id, timeout_seconds)
+
+    async def close(self) -> None:
+        """Close every connection, by force if one hangs."""
+        try:
+            async with asyncio.timeout(2):
+                await self._pool.close()
+        except (TimeoutError, asyncpg.InterfaceError, OSError):
+            self._pool.terminate()
+
+    async def _fetch(self, name: str, *arguments: object) -> Sequence[Any]:
+        async with translated(name):
+            try:
+                async with asyncio.timeout(self._timeout), self._pool.acquire() as connection:
+                    return await connection.fetch(_SQL[name], *arguments)
+            except asyncpg.ReadOnlySQLTransactionError:
+                # The server became a reader under open connections; new ones follow the address to the writer.
+                await self._pool.expire_connections()
+                raise
+
+    async def installation(self) -> Installation:
+        rows = await self._fetch("installation")
+        if not rows:
+            raise ConfigurationError("fencepost.installation is empty; run `fencepost migrate`")
+        row = rows[0]
+        return Installation(
+            installation_id=row["installation_id"], same_cluster=row["recorded"] == row["actual"], in_recovery=row["in_recovery"]
+        )
+
+    async def poll(self, cursors: Mapping[int, Cursor], *, row_limit: int, byte_limit: int) -> Poll:
+        """What these lanes' cursors have not delivered, each lane within the limits."""
+        found = await self._fetch(
+            "poll",
+            list(cursors),
+            [cursor.position for cursor in cursors.values()],
+            [cursor.snapshot for cursor in cursors.values()],
+            [cursor.target for cursor in cursors.values()],
+            [cursor.late_position for cursor in cursors.values()],
+            row_limit,
+            byte_limit,
+        )
+        if not found or found[0]["lane"] != _HEAD:
+            raise InvariantViolated("a poll without its head row")
+        rows: dict[int, list[Row]] = {}
+        lane, group = _HEAD, []
+        for row in found[1:]:
+            if row["lane"] != lane:
+                lane = row["lane"]
+                group = rows.setdefault(lane, [])
+            group.append(row)
+        return Poll(snapshot=found[0]["topic"], rows=rows)
+
+    async def mark(self, receipts: Sequence[Receipt]) -> frozenset[int]:
+        """Insert receipts; the lanes still held. A lane that is missing was lost and nothing was written for it."""
+        rows = await self._fetch(
+            "mark",
+            self._relay_id,
+            [receipt.lane for receipt in receipts],
+            [receipt.generation for receipt in receipts],
+            [receipt.sequence for receipt in receipts],
+            [receipt.cursor.position for receipt in receipts],
+            [receipt.cursor.snapshot for receipt in receipts],
+            [receipt.cursor.target for receipt in receipts],
+            [receipt.cursor.late_position for receipt in receipts],
+            [receipt.first_id for receipt in receipts],
+            [receipt.last_id for receipt in receipts],
+            [receipt.row_count for receipt in receipts],
+            [receipt.late_count for receipt in receipts],
+            [_partitions(receipt) for receipt in receipts],
+        )
+        return frozenset(row["lane"] for row in rows)
+
+    async def marked_already(self, receipts: Sequence[Receipt]) -> frozenset[tuple[int, int]]:
+        """After a mark without an answer: (lane, sequence) of those receipts that were written after all."""
+        found: set[tuple[int, int]] = set()
+        for receipt in receipts:
+            arguments = ([receipt.lane], [receipt.sequence], [receipt.generation])
+            if await self._fetch("marked_already", self._relay_id, *arguments):
+                found.add((receipt.lane, receipt.sequence))
+        return frozenset(found)
+
+    async def cursors(self, lanes: Sequence[int]) -> Mapping[int, tuple[Cursor, int]]:
+        """Each lane's cursor and the sequence of its newest receipt."""
+        rows = await self._fetch("cursors", lanes)
+        return {
+            row["lane"]: (
+                Cursor(
+                    position=row["position"], snapshot=row["snapshot"], target=row["target"], late_position=row["late_position"]
+                ),
+                row["sequence"],
+            )
+            for row in rows
+        }
+
+    async def claim(self, lease_seconds: float, most: int, held: Sequence[int]) -> Mapping[int, int]:
+        """Take up to ``most`` free lanes; lane -> generation."""
+        rows = await self._fetch("claim", self._relay_id, lease_seconds, most, held)
+        return {row["lane"]: row["lease_generation"] for row in rows}
+
+    async def renew(self, generations: Mapping[int, int], lease_seconds: float) -> frozenset[int]:
+        """Extend leases; the lanes still held."""
+        rows = await self._fetch("renew", self._relay_id, list(generations), list(generations.values()), lease_seconds)
+        return frozenset(row["lane"] for row in rows)
+
+    async def release(self, generations: Mapping[int, int]) -> frozenset[int]:
+        """Give lanes up; those that were still ours."""
+        rows = await self._fetch("release", self._relay_id, list(generations), list(generations.values()))
+        return frozenset(row["lane"] for row in rows)
+
+    async def join(self, name: str, version: str, lease_seconds: float) -> None:
+        await self._fetch("join", self._relay_id, name, version, lease_seconds)
+
+    async def leave(self) -> None:
+        await self._fetch("leave", self._relay_id)
+
+    async def fleet(self, held: Sequence[int]) -> Fleet:
+        row = (await self._fetch("fleet", self._relay_id, held))[0]
+        return Fleet(members=row["members"], lanes=row["lanes"], free=row["free"])
+
+    async def arm(self, lanes: Sequence[int], milliseconds: int) -> int:
+        """Ask writers to ring; the transaction id below which writers may not have seen it."""
+        return int((await self._fetch("arm", lanes, milliseconds))[0]["armed_at"])
+
+    async def disarm(self, lanes: Sequence[int]) -> None:
+        await self._fetch("disarm", lanes)
+
+    async def flushed(self) -> tuple[int, int]:
+        """(end of the write-ahead log, how far it is on disk), as byte positions."""
+        row = (await self._fetch("flushed"))[0]
+        return int(row["inserted"]), int(row["flushed"])
+
+    async def backlog(self, positions: Mapping[int, int], most: int) -> Sequence[Backlog]:
+        rows = await self._fetch("backlog", list(positions), list(positions.values()), most)
+        return [Backlog(lane=r["lane"], waiting=r["waiting"], oldest_age_seconds=r["oldest_age_seconds"]) for r in rows]
+
+    async def horizon(self) -> dict[str, tuple[float | None, int | None]]:
+        """Holder kind -> (seconds, transactions) that it holds back vacuum."""
+        return {row["kind"]: (row["seconds"], row["transactions"]) for row in await self._fetch("horizon")}
+
+
+def _partitions(receipt: Receipt) -> str:
+    return json.dumps(
+        {
+            topic: {
+                "count": receipt.partition_counts[topic],
+                "offsets": {str(partition): [first, last] for partition, (first, last) in partitions.items()},
+            }
+            for topic, partitions in receipt.offsets.items()
+        },
+        separators=(",", ":"),
+    )
