@@ -26,7 +26,7 @@ def app() -> typer.Typer:
     """The root with every installed package's commands on it."""
     root = typer.Typer(
         name="fencepost",
-        help="Outbox relay from PostgreSQL to Kafka: nothing committed is lost, nothing rolled back is published, every key in order.",
+        help="Outbox relay from PostgreSQL to Kafka: nothing committed is lost, nothing rolled back published, each key in order.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",

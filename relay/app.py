@@ -122,8 +122,8 @@ class Relay:
                 store=store,
                 metrics=self._metrics,
                 lanes=lambda: sorted(self._lanes),
-                ring=lambda: engine.ring(),
-                lanes_changed=lambda: ownership.look_now(),
+                ring=lambda: engine.ring(),  # noqa: PLW0108 - the engine is built below
+                lanes_changed=lambda: ownership.look_now(),  # noqa: PLW0108
             )
         engine = Engine(settings=settings, store=store, metrics=self._metrics, lanes=self._lanes, bell=bell)
         publishing = Publishing(
@@ -142,6 +142,7 @@ class Relay:
             lanes=self._lanes,
             lost=engine.lane_lost,
             changed=engine.changed,
+            stopped=engine.stopped,
         )
         engine.connect(publishing, ownership)
         publishing.open()
@@ -178,8 +179,7 @@ class Relay:
 
     async def _own(self, publishing: Publishing, ownership: Ownership) -> None:
         # A relay joins the fleet once it can publish: until then the others' shares are not cut for it.
-        while not publishing.ready:
-            await asyncio.sleep(_WATCH_SECONDS)
+        await publishing.first_ready.wait()
         await ownership.run()
 
     async def _watch(self, engine: Engine, publishing: Publishing, ownership: Ownership) -> None:
@@ -195,7 +195,9 @@ class Relay:
                 problems.append("kafka: no answer")
             self._problems = problems
             self._stuck_seconds = engine.stuck_seconds()
-            self._metrics.lanes({lane.number: lane.generation for lane in self._lanes.values()}, engine.stopped_lanes())
+            self._metrics.lanes(
+                {lane.number: lane.generation for lane in self._lanes.values()}, [what.reason for what in engine.stopped().values()]
+            )
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _measure(self, store: Store) -> None:
@@ -218,14 +220,14 @@ class Relay:
     async def _finish(self, engine: Engine, ownership: Ownership) -> None:
         _log.info("relay_stopping", lanes=sorted(self._lanes), grace_seconds=self._settings.stop_grace_seconds)
         engine.draining = True
-        deadline = lease_clock() + self._settings.stop_grace_seconds
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
                 await ownership.leave()
         except (TransientError, TimeoutError) as error:
             _log.warning("leave_failed", error=str(error))
-        while self._lanes and lease_clock() < deadline:
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.stop_grace_seconds):
+                await ownership.without_lanes()
 
     async def _end(
         self, tasks: list[asyncio.Task[None]], bell: Bell | None, publishing: Publishing, ownership: Ownership, engine: Engine

@@ -1,6 +1,7 @@
 """The relay's commands: ``fencepost relay run``."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -50,7 +51,7 @@ def run(
         runner.run(main())
 
 
-def _loop_factory():  # type: ignore[no-untyped-def]
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ModuleNotFoundError:

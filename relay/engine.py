@@ -16,7 +16,7 @@ from fencepost.errors import TransientError
 from relay.bell import Bell
 from relay.clock import lease_clock
 from relay.cursor import Batch, advance
-from relay.lane import Flight, Lane, Receipt
+from relay.lane import Flight, Lane, Receipt, Stopped
 from relay.metrics import Metrics
 from relay.ownership import Ownership
 from relay.pacing import Pace
@@ -308,14 +308,10 @@ class Engine:
         waiting = not self.draining and any(lane.pollable for lane in self._lanes.values())
         return lease_clock() - self.polled_at if waiting else 0.0
 
-    def stopped_lanes(self) -> dict[str, int]:
-        """How many held lanes stand still, by reason."""
-        limit = lease_clock() - self._settings.publish_deadline_seconds
-        refused = sum(lane.refusal is not None for lane in self._lanes.values())
-        unavailable = sum(
-            lane.refusal is None and lane.flight is not None and lane.flight.started_at < limit for lane in self._lanes.values()
-        )
-        return {"refused_row": refused, "unavailable": unavailable}
+    def stopped(self) -> dict[int, Stopped]:
+        """Held lanes that stand still, and why."""
+        since = lease_clock() - self._settings.publish_deadline_seconds
+        return {lane.number: what for lane in self._lanes.values() if (what := lane.stopped(since)) is not None}
 
 
 def _age_seconds(created_at: int) -> float:

@@ -55,7 +55,8 @@ class HealthServer:
     def _serve(self, environment: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path = environment["PATH_INFO"]
         if path == "/metrics":
-            return self._metrics(environment, start_response)
+            answer: Iterable[bytes] = self._metrics(environment, start_response)
+            return answer
         check = self._checks.get(path)
         if check is None:
             start_response("404 Not Found", [("Content-Type", "text/plain")])

@@ -3,23 +3,24 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from relay.clock import lease_clock
 from relay.cursor import Batch, Cursor, Row
 
-__all__ = ["Flight", "Lane", "Receipt", "Refusal"]
+__all__ = ["Flight", "Lane", "Receipt", "Stopped"]
 
 Offsets = dict[str, dict[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """The row at which a lane stands still: the broker will not take it. The lane keeps trying, slowly."""
+class Stopped:
+    """Why a lane stands still. It keeps trying: slowly where the broker refuses a row, which ``event_id`` then names."""
 
-    row_id: int
-    event_id: str
-    topic: str
+    reason: Literal["refused_row", "unavailable"]
+    topic: str | None
     error: str
+    event_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ class Lane:
     unmarked: int = 0
     hungry: bool = True
     releasing: bool = False
-    refusal: Refusal | None = None
+    refusal: Stopped | None = None
     published_at: float = field(default_factory=lease_clock)
 
     @property
@@ -122,6 +123,18 @@ class Lane:
     @property
     def pollable(self) -> bool:
         return self.ready is None and not self.releasing and self.trusted
+
+    def stopped(self, since: float) -> Stopped | None:
+        """Why this lane stands still, if it does: a refused row, or a batch that has been under way since before ``since``."""
+        if self.refusal is not None or self.flight is None or self.flight.started_at >= since:
+            return self.refusal
+        error = self.flight.last_error
+        waiting = self.flight.to_send
+        return Stopped(
+            reason="unavailable",
+            topic=waiting[0]["topic"] if waiting else None,
+            error=f"{type(error).__name__}: {error}" if error else "no answer from the broker",
+        )
 
     @property
     def idle(self) -> bool:

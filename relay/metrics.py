@@ -4,7 +4,7 @@ A recorder that fails must never turn a delivery into a failure: ``Metrics`` swa
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, ParamSpec
 
 import structlog
@@ -15,6 +15,7 @@ __all__ = ["Metrics"]
 _P = ParamSpec("_P")
 _MAX_TOPICS: Final = 200
 _OTHER_TOPICS: Final = "(other)"
+_STOP_REASONS: Final = ("refused_row", "unavailable")
 _LATENCY: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _PHASE: Final = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1, 2.5, 5, 10)
 _ROWS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
@@ -54,16 +55,18 @@ class Metrics:
             "fencepost_publish_seconds", "From handing a batch to the producer to its last acknowledgement",
             buckets=_LATENCY, registry=registry)  # fmt: skip
         self._age = Histogram(
-            "fencepost_delivery_seconds", "From created_at of the oldest row of a batch to its acknowledgement, database clock to relay clock",
+            "fencepost_delivery_seconds", "From created_at of a batch's oldest row (database clock) to its acknowledgement",
             buckets=_LATENCY, registry=registry)  # fmt: skip
         self._batch_rows = Histogram("fencepost_batch_rows", "Rows of a lane in a batch", buckets=_ROWS, registry=registry)
         self._batch_bytes = Histogram("fencepost_batch_bytes", "Bytes of a lane in a batch", buckets=_BYTES, registry=registry)
         self._phase = Histogram(
-            "fencepost_phase_seconds", "Time of a phase: poll, publish, mark", ["phase"], buckets=_PHASE, registry=registry)  # fmt: skip
+            "fencepost_phase_seconds", "Time of a phase: poll, publish, mark",
+            ["phase"], buckets=_PHASE, registry=registry)  # fmt: skip
         self._waiting = Gauge(
             "fencepost_waiting_rows", "Undelivered rows by lane, counted up to 10000", ["lane"], registry=registry)  # fmt: skip
         self._oldest = Gauge(
-            "fencepost_oldest_undelivered_seconds", "Age of the oldest undelivered row by lane", ["lane"], registry=registry)  # fmt: skip
+            "fencepost_oldest_undelivered_seconds", "Age of the oldest undelivered row by lane",
+            ["lane"], registry=registry)  # fmt: skip
         self._late = Counter("fencepost_late_rows", "Rows published after a row with a higher id", registry=registry)
         self._owned = Gauge("fencepost_lanes_owned", "Lanes that this relay holds", registry=registry)
         self._generation = Gauge("fencepost_lane_generation", "Lease generation of each held lane", ["lane"], registry=registry)
@@ -89,8 +92,8 @@ class Metrics:
             "fencepost_horizon_age_transactions", "How many transactions the oldest holder lies back", ["holder"],
             registry=registry)  # fmt: skip
         self._topics: set[str] = set()
-        for outcome_reason in ("refused_row", "unavailable"):
-            self._stopped.labels(outcome_reason).set(0)
+        for reason in _STOP_REASONS:
+            self._stopped.labels(reason).set(0)
         for kind in ("ring", "poll", "more"):
             self._wakeups.labels(kind)
 
@@ -131,13 +134,13 @@ class Metrics:
         self._oldest.labels(str(lane)).set(max(oldest_age_seconds, 0.0))
 
     @_guarded
-    def lanes(self, generations: dict[int, int], stopped: dict[str, int]) -> None:
+    def lanes(self, generations: dict[int, int], stopped_reasons: Sequence[str]) -> None:
         self._owned.set(len(generations))
         self._generation.clear()
         for lane, generation in generations.items():
             self._generation.labels(str(lane)).set(generation)
-        for reason, count in stopped.items():
-            self._stopped.labels(reason).set(count)
+        for reason in _STOP_REASONS:
+            self._stopped.labels(reason).set(stopped_reasons.count(reason))
 
     @_guarded
     def lane_gone(self, lane: int) -> None:

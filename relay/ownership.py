@@ -14,7 +14,7 @@ import structlog
 from fencepost import __version__
 from fencepost.errors import TransientError
 from relay.clock import lease_clock
-from relay.lane import Lane
+from relay.lane import Lane, Stopped
 from relay.metrics import Metrics
 from relay.settings import RelaySettings
 from relay.share import plan
@@ -41,6 +41,7 @@ class Ownership:
         lanes: dict[int, Lane],
         lost: Callable[[Lane], None],
         changed: Callable[[], None],
+        stopped: Callable[[], Mapping[int, Stopped]],
     ) -> None:
         self._store = store
         self._settings = settings
@@ -49,7 +50,10 @@ class Ownership:
         self._lanes = lanes
         self._lost = lost
         self._changed = changed
+        self._stopped = stopped
+        self._reported: Mapping[int, Stopped] = {}
         self._look = asyncio.Event()
+        self._gone = asyncio.Event()
         self._renew_at = 0.0
         self._leaving = False
         self.database_seen_at = lease_clock()
@@ -63,6 +67,12 @@ class Ownership:
         self._leaving = True
         self._begin_release(len(self._lanes))
         await self._store.leave()
+
+    async def without_lanes(self) -> None:
+        """Wait until no lane is held."""
+        while self._lanes:
+            self._gone.clear()
+            await self._gone.wait()
 
     async def run(self) -> None:
         """Look, act, wait: until cancelled. A database that does not answer costs leases, never this task."""
@@ -82,7 +92,7 @@ class Ownership:
 
     async def step(self) -> None:
         """One round: renew when due, release what is ready to go, then claim or begin hand-overs."""
-        if lease_clock() >= self._renew_at:
+        if lease_clock() >= self._renew_at or self._stopped() != self._reported:
             await self._renew()
         await self._release_ready()
         if self._leaving:
@@ -97,7 +107,9 @@ class Ownership:
     async def _renew(self) -> None:
         started = lease_clock()
         if not self._leaving:
-            await self._store.join(self._settings.relay_name, __version__, self._settings.lease_seconds)
+            stopped = self._stopped()
+            await self._store.join(self._settings.relay_name, __version__, self._settings.lease_seconds, stopped)
+            self._reported = stopped
         held = {lane.number: lane.generation for lane in self._lanes.values() if lane.trusted}
         if held:
             kept = await self._store.renew(held, self._settings.lease_seconds)
@@ -150,6 +162,7 @@ class Ownership:
         for number in ready:
             self._lanes.pop(number, None)
             self._metrics.lane_gone(number)
+        self._gone.set()
         self._metrics.released(len(released))
         self._metrics.stale_refused(len(ready) - len(released))
         _log.info("lanes_released", lanes=sorted(released))
@@ -175,6 +188,7 @@ class Ownership:
         if lane is None:
             return
         lane.distrust()
+        self._gone.set()
         self._metrics.lost(1)
         self._metrics.lane_gone(number)
         _log.warning("lane_lost", lane=number, generation=lane.generation, reason=reason)

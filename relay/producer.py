@@ -129,7 +129,8 @@ class Producer:
         builder.close()
         delivery = asyncio.ensure_future(self._deliver(builder, TopicPartition(topic, partition)))
         try:
-            await asyncio.wait([delivery, self._gone], return_when=asyncio.FIRST_COMPLETED)
+            outcomes: list[asyncio.Future[Any]] = [delivery, self._gone]
+            await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
             if delivery.done():
                 return delivery.result()
             raise ProducerDiscarded("the producer was discarded before the broker answered")

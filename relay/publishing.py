@@ -19,7 +19,7 @@ from aiokafka import errors
 from fencepost.errors import LeaseLost, TransientError
 from relay.clock import lease_clock
 from relay.cursor import Row
-from relay.lane import Flight, Refusal
+from relay.lane import Flight, Stopped
 from relay.metrics import Metrics
 from relay.partitioner import partition_of
 from relay.producer import BatchBuilder, Producer, ProducerDiscarded, Verdict, verdict
@@ -71,10 +71,14 @@ class _Segment:
 class _Course:
     """A producer and the flights that are on it."""
 
-    def __init__(self, producer: Producer) -> None:
-        self.producer = producer
+    def __init__(self, make_producer: Callable[[Callable[[], bool]], Producer]) -> None:
         self.flights: dict[Flight, int] = {}
         self.retiring = False
+        self.producer = make_producer(self.may_send)
+
+    def may_send(self) -> bool:
+        """Every lane with rows on this producer is still ours, by our own clock."""
+        return all(flight.lane.trusted for flight in self.flights)
 
     def board(self, flight: Flight) -> None:
         self.flights[flight] = self.flights.get(flight, 0) + 1
@@ -110,6 +114,7 @@ class Publishing:
         self._tasks: set[asyncio.Task[None]] = set()
         self._builder_task: asyncio.Task[None] | None = None
         self._closed = False
+        self.first_ready = asyncio.Event()
         # Topics whose broker refused a batch of several rows as too large, and the bytes that may still fit.
         self._batch_bytes: dict[str, int] = {}
 
@@ -129,24 +134,17 @@ class Publishing:
         pause = _RETRY_FIRST_SECONDS
         try:
             while self._current is None:
-                course: _Course | None = None
-
-                def may_send() -> bool:
-                    return all(flight.lane.trusted for flight in course.flights) if course else True
-
-                course = _Course(self._make_producer(may_send))
+                course = _Course(self._make_producer)
                 try:
                     await course.producer.start()
                 except TransientError as error:
                     _log.warning("kafka_unreachable", error=str(error), retry_seconds=round(pause, 2))
                     await asyncio.sleep(_jittered(pause))
                     pause = min(pause * 2, _RETRY_MOST_SECONDS)
-                    continue
-                except asyncio.CancelledError:
-                    await course.producer.discard()
-                    raise
-                self._courses.add(course)
-                self._current = course
+                else:
+                    self._courses.add(course)
+                    self._current = course
+                    self.first_ready.set()
         finally:
             self._builder_task = None
         self._changed()
@@ -332,9 +330,11 @@ class Publishing:
         if flight.lane.refusal is None:
             _log.error(
                 "row_refused", lane=flight.lane.number, event_id=row["event_id"], topic=row["topic"], bytes=row["record_bytes"],
-                error=type(error).__name__, remedy="the lane stands still at this row: raise the topic's limit or change its policy",
+                error=type(error).__name__, remedy="the lane stands still here: raise the topic's limit or change its policy",
             )  # fmt: skip
-        flight.lane.refusal = Refusal(row_id=row["id"], event_id=row["event_id"], topic=row["topic"], error=type(error).__name__)
+        flight.lane.refusal = Stopped(
+            reason="refused_row", topic=row["topic"], error=type(error).__name__, event_id=row["event_id"]
+        )
 
     def _off_course(self, course: _Course, flight: Flight) -> None:
         course.leave(flight)

@@ -90,7 +90,7 @@ class RelaySettings(BaseSettings):
     )
     wait_for_flush: bool = Field(
         False,
-        description="Publish only rows whose commit is flushed to disk: for writers with synchronous_commit = off. Defaults to false.",
+        description="Publish only rows whose commit is flushed to disk: for writers with synchronous_commit = off. Off by default.",
     )
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of /livez, /readyz and /metrics. Defaults to 127.0.0.1.")
     http_port: int = Field(

@@ -89,10 +89,10 @@ WITH held AS MATERIALIZED (
 SELECT lane, pg_notify('fencepost_lanes', '') FROM released;
 
 -- name: join
--- Register $1 (name $2, version $3) as a live relay for $4 seconds, or extend it.
-INSERT INTO fencepost.relays (relay_id, name, version, expires_at)
-VALUES ($1, $2, $3, clock_timestamp() + make_interval(secs => $4))
-ON CONFLICT (relay_id) DO UPDATE SET expires_at = EXCLUDED.expires_at;
+-- Register $1 (name $2, version $3) as a live relay for $4 seconds, or extend it, with the lanes that stand still under it ($5).
+INSERT INTO fencepost.relays (relay_id, name, version, expires_at, stopped)
+VALUES ($1, $2, $3, clock_timestamp() + make_interval(secs => $4), $5::text::jsonb)
+ON CONFLICT (relay_id) DO UPDATE SET expires_at = EXCLUDED.expires_at, stopped = EXCLUDED.stopped;
 
 -- name: leave
 -- Forget $1, and every relay that has been gone for an hour; tell the others.

@@ -5,6 +5,7 @@ awaited, and every statement works through a transaction pooler.
 """
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ import asyncpg
 from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
 from fencepost.statements import load_statements
 from relay.cursor import Cursor, Row
-from relay.lane import Receipt
+from relay.lane import Receipt, Stopped
 from relay.share import Fleet
 
 __all__ = ["Backlog", "Installation", "Poll", "Store", "connect_listener", "translated"]
@@ -60,7 +61,7 @@ class Installation:
 
 @asynccontextmanager
 async def translated(statement: str) -> AsyncIterator[None]:
-    """Foreign errors in, Fencepost's out, cause kept: passing ones as ``TransientError``, wrong set-up as ``ConfigurationError``."""
+    """Foreign errors in, Fencepost's out, cause kept: ``TransientError`` if waiting helps, else ``ConfigurationError``."""
     try:
         yield
     except asyncpg.PostgresError as error:
@@ -100,7 +101,7 @@ async def connect_listener(database_url: str) -> asyncpg.Connection:
 
 
 class Store:
-    """``relay_id`` is the owner that every write names. ``timeout_seconds`` bounds each statement, waiting for a connection included."""
+    """``relay_id`` is the owner that every write names. ``timeout_seconds`` bounds a statement and the wait for its connection."""
 
     def __init__(self, pool: "asyncpg.Pool[asyncpg.Record]", relay_id: str, timeout_seconds: float) -> None:
         self._pool = pool
@@ -228,8 +229,10 @@ class Store:
         rows = await self._fetch("release", self._relay_id, list(generations), list(generations.values()))
         return frozenset(row["lane"] for row in rows)
 
-    async def join(self, name: str, version: str, lease_seconds: float) -> None:
-        await self._fetch("join", self._relay_id, name, version, lease_seconds)
+    async def join(self, name: str, version: str, lease_seconds: float, stopped: Mapping[int, Stopped]) -> None:
+        """Be a live relay for another lease; ``stopped`` is what ``fencepost status`` shows of lanes that stand still."""
+        lanes = {str(number): dataclasses.asdict(what) for number, what in stopped.items()}
+        await self._fetch("join", self._relay_id, name, version, lease_seconds, json.dumps(lanes))
 
     async def leave(self) -> None:
         await self._fetch("leave", self._relay_id)

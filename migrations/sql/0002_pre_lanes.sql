@@ -25,8 +25,10 @@ CREATE TABLE fencepost.relays (
     name       text        NOT NULL,
     version    text        NOT NULL,
     started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    expires_at timestamptz NOT NULL
+    expires_at timestamptz NOT NULL,
+    stopped    jsonb       NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 200);
+COMMENT ON COLUMN fencepost.relays.stopped IS 'Lanes that stand still under this relay, by number: reason, event_id, topic, error';
 
 -- One row a marked batch. Inserting it is the mark; nothing is updated, so a pinned xmin horizon costs marks nothing.
 CREATE TABLE fencepost.receipts (

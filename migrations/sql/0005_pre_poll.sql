@@ -41,7 +41,9 @@ BEGIN
     FROM unnest(lanes, positions, snapshots::pg_snapshot[], targets::pg_snapshot[], late_positions)
         AS c(lane, position, snapshot, target, late_position)
     CROSS JOIN LATERAL (
-        SELECT true AS late, l.*
+        SELECT true AS late, l.xid, l.id, l.created_at, l.event_id, l.fencing_token, l.record_bytes, l.lane, l.topic,
+               l.event_type, l.key, l.source, l.content_type, l.tenant_id, l.run_id, l.step, l.operation, l.traceparent,
+               l.tracestate, l.header_names, l.header_values, l.payload
         FROM (
             SELECT u.*, sum(u.record_bytes) OVER (ORDER BY u.id ROWS UNBOUNDED PRECEDING) - u.record_bytes AS before
             FROM (
@@ -67,16 +69,26 @@ BEGIN
         ) AS l
         WHERE l.before < byte_limit
         UNION ALL
-        SELECT false, f.*
+        -- The cut is found on two narrow columns first: a window over whole rows would copy each of them once more.
+        SELECT false, o.*
         FROM (
-            SELECT n.*, sum(n.record_bytes) OVER (ORDER BY n.id ROWS UNBOUNDED PRECEDING) - n.record_bytes AS before
+            SELECT min(w.id) AS last_id
             FROM (
-                SELECT o.* FROM fencepost.outbox AS o
-                WHERE o.lane = c.lane AND o.id > c.position AND c.target IS NULL
-                ORDER BY o.id LIMIT row_limit
-            ) AS n
-        ) AS f
-        WHERE f.before < byte_limit
+                SELECT n.id, sum(n.record_bytes) OVER (ORDER BY n.id ROWS UNBOUNDED PRECEDING) AS running
+                FROM (
+                    SELECT o.id, o.record_bytes FROM fencepost.outbox AS o
+                    WHERE o.lane = c.lane AND o.id > c.position AND c.target IS NULL
+                    ORDER BY o.id LIMIT row_limit
+                ) AS n
+            ) AS w
+            WHERE w.running >= byte_limit
+        ) AS cut
+        CROSS JOIN LATERAL (
+            SELECT o.* FROM fencepost.outbox AS o
+            WHERE o.lane = c.lane AND o.id > c.position AND c.target IS NULL
+              AND o.id <= coalesce(cut.last_id, 9223372036854775807)
+            ORDER BY o.id LIMIT row_limit
+        ) AS o
     ) AS r;
 END
 $$;
