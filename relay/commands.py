@@ -1,4 +1,4 @@
-"""The relay's commands: ``fencepost relay run``."""
+"""The relay's commands: ``relay run``, ``status``, ``trace`` and ``check``."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 from relay.app import Relay
+from relay.check import check
 from relay.logs import configure_logs
 from relay.settings import load_settings
+from relay.status import status
+from relay.trace import trace
 
 __all__ = ["register"]
 
@@ -18,6 +21,9 @@ _relay = typer.Typer(help="The relay service.", no_args_is_help=True)
 def register(root: typer.Typer) -> None:
     """Add the relay's commands to the root."""
     root.add_typer(_relay, name="relay")
+    root.command("status")(status)
+    root.command("trace")(trace)
+    root.command("check")(check)
 
 
 @_relay.callback()
