@@ -128,8 +128,10 @@ class Bell:
     async def disarm(self) -> None:
         """A relay at work is not rung."""
         if self._armed:
-            lanes, self._armed = self._armed, ()
-            await self._store.disarm(lanes)
+            # Only what is still ours: another lane's flag is its new owner's.
+            lanes, self._armed = set(self._armed) & set(self._lanes()), ()
+            if lanes:
+                await self._store.disarm(sorted(lanes))
 
     def unsure(self, snapshot: str) -> bool:
         """Whether ``snapshot`` shows a transaction that may have enqueued without seeing the flag."""

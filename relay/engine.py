@@ -163,7 +163,10 @@ class Engine:
         """One poll, and how long to wait after it."""
         self._work.clear()
         self._wake.clear()  # before the poll, so that a ring during it is kept
-        self._rang = False
+        if self._rang:
+            self._rang = False
+            for lane in self._lanes.values():
+                lane.hungry = lane.hungry or not lane.pollable  # the ring may have been for it: look once it is free
         lanes = [lane for lane in self._lanes.values() if lane.pollable] if not self.draining else []
         if not lanes:
             await self._work.wait()
@@ -267,7 +270,7 @@ class Engine:
         pause = _ERROR_PAUSE_FIRST_SECONDS
         unanswered = False
         started = lease_clock()
-        while receipts := [receipt for receipt in receipts if self._holds(receipt)]:
+        while receipts := self._still_held(receipts):
             try:
                 if unanswered:
                     done = await self._store.marked_already(receipts)
@@ -276,8 +279,10 @@ class Engine:
                 if receipts:
                     held = await self._store.mark(receipts)
                     self._marked([receipt for receipt in receipts if receipt.lane in held])
-                    for number in {receipt.lane for receipt in receipts} - held:
-                        self._ownership.lose(number)
+                    for number, generation in {
+                        (receipt.lane, receipt.generation) for receipt in receipts if receipt.lane not in held
+                    }:
+                        self._ownership.lose(number, generation)
                 self._metrics.phase("mark", lease_clock() - started)
                 return
             except TransientError as error:
@@ -287,9 +292,10 @@ class Engine:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _ERROR_PAUSE_MOST_SECONDS)
 
-    def _holds(self, receipt: Receipt) -> bool:
-        lane = self._lanes.get(receipt.lane)
-        return lane is not None and lane.generation == receipt.generation and lane.trusted
+    def _still_held(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        self._ownership.expire()  # a lane whose receipt is dropped here must be gone, or it would wait for its mark for ever
+        held = {lane.number: lane.generation for lane in self._lanes.values()}
+        return [receipt for receipt in receipts if held.get(receipt.lane) == receipt.generation]
 
     def _marked(self, receipts: Sequence[Receipt]) -> None:
         for receipt in receipts:

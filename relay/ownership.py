@@ -99,7 +99,7 @@ class Ownership:
             return
         fleet = await self._store.fleet(list(self._lanes))
         wanted = plan(self._relay_id, sum(not lane.releasing for lane in self._lanes.values()), fleet)
-        if wanted.claim:
+        if wanted.claim and not self._leaving:
             await self._claim(wanted.claim)
         if wanted.release:
             self._begin_release(wanted.release)
@@ -113,6 +113,7 @@ class Ownership:
         held = {lane.number: lane.generation for lane in self._lanes.values() if lane.trusted}
         if held:
             kept = await self._store.renew(held, self._settings.lease_seconds)
+            self.expire()  # trust that lapsed while the statement ran does not come back: receipts may have been dropped on it
             for number in held.keys() - kept:
                 self._metrics.stale_refused(1)
                 self._drop(number, "renewal refused")
@@ -139,6 +140,8 @@ class Ownership:
             )
         self._metrics.claimed(len(claimed))
         _log.info("lanes_claimed", lanes=sorted(claimed), generations=claimed)
+        if self._leaving:
+            self._begin_release(len(self._lanes))
         self._changed()
 
     def _begin_release(self, count: int) -> None:
@@ -172,16 +175,19 @@ class Ownership:
         for lane in self._lanes.values():
             lane.releasing, lane.ready, lane.flight, lane.unmarked = True, None, None, 0
         await self._release_ready()
+        await self._store.leave()  # once more: a renewal under way at the first may have joined again
 
     def expire(self) -> None:
         """Drop lanes that are no longer trusted. No statement is needed to know it."""
         for number in [lane.number for lane in self._lanes.values() if not lane.trusted]:
             self._drop(number, "not renewed in time")
 
-    def lose(self, number: int) -> None:
-        """A mark of this lane was refused."""
+    def lose(self, number: int, generation: int) -> None:
+        """A mark of this lane under this generation was refused."""
         self._metrics.stale_refused(1)
-        self._drop(number, "mark refused")
+        lane = self._lanes.get(number)
+        if lane is not None and lane.generation == generation:
+            self._drop(number, "mark refused")
 
     def _drop(self, number: int, reason: str) -> None:
         lane = self._lanes.pop(number, None)

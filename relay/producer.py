@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from aiokafka import AIOKafkaProducer, TopicPartition, errors
+from aiokafka.client import ConnectionGroup
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from fencepost.errors import LeaseLost, TransientError
@@ -78,15 +79,23 @@ class Producer:
         self._guard_requests()
 
     def _guard_requests(self) -> None:
-        # aiokafka sends queued batches by itself, so the check sits at the last place before the socket.
-        send = self._producer.client.send
+        # aiokafka sends queued batches by itself, so the check sits at the last place before the socket. Connecting may
+        # take long and comes first: afterwards send() does not suspend before it writes.
+        client = self._producer.client
+        send = client.send
 
-        async def guarded(*args: Any, **kwargs: Any) -> Any:
-            if self._gone.done() or not self._may_send():
-                raise _LeaseGuard("the lease is no longer trusted; nothing more is sent")
-            return await send(*args, **kwargs)
+        async def guarded(node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
+            self._refuse_untrusted()
+            if not await client.ready(node_id, group=group):
+                raise errors.NodeNotReadyError(f"no connection to broker {node_id}")
+            self._refuse_untrusted()
+            return await send(node_id, request, group=group)
 
-        self._producer.client.send = guarded
+        client.send = guarded
+
+    def _refuse_untrusted(self) -> None:
+        if self._gone.done() or not self._may_send():
+            raise _LeaseGuard("the lease is no longer trusted; nothing more is sent")
 
     async def start(self) -> None:
         """Connect and obtain a producer id. Raises ``TransientError``; nothing is left open then."""
@@ -116,6 +125,11 @@ class Producer:
                 self._producer.client.add_topic(topic)
                 await self._producer.client.force_metadata_update()
         return self.partition_count(topic)
+
+    def leader(self, topic: str, partition: int) -> int | None:
+        """The broker that leads a partition, or None while there is none."""
+        broker = self._producer.client.cluster.leader_for_partition(TopicPartition(topic, partition))
+        return None if broker is None or broker < 0 else int(broker)
 
     def new_batch(self) -> "BatchBuilder":
         return self._producer.create_batch()
@@ -159,14 +173,34 @@ class Producer:
         sender = producer._sender.sender_task
         if sender is not None:
             sender.cancel()
+        _cut_connections(producer.client)
         with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await producer.client.close()
+        _end_metadata_waits(producer.client)
         if sender is not None:
             # The sender waits for the requests it had started; their connections are closed, so they end now.
             _, pending = await asyncio.wait([sender], timeout=_CLOSE_SECONDS)
             if pending:
                 logging.getLogger(__name__).warning("a discarded producer's sender did not end in time")
+
+
+def _cut_connections(client: Any) -> None:
+    # Closing a transport flushes what it still buffers; half a request must not become a whole one now.
+    for connection in client._conns.values():
+        if connection._writer is not None:
+            connection._writer.transport.abort()
+
+
+def _end_metadata_waits(client: Any) -> None:
+    # The requests that the sender still waits for want fresh metadata after their connections broke, and the task that
+    # would fetch it is gone.
+    refused = asyncio.get_running_loop().create_future()
+    refused.set_result(False)
+    client.force_metadata_update = lambda: refused
+    waiting, client._md_update_fut = client._md_update_fut, None
+    if waiting is not None and not waiting.done():
+        waiting.set_result(False)
 
 
 logging.getLogger("aiokafka").setLevel(logging.ERROR)

@@ -22,7 +22,7 @@ from relay.cursor import Row
 from relay.lane import Flight, Stopped
 from relay.metrics import Metrics
 from relay.partitioner import partition_of
-from relay.producer import BatchBuilder, Producer, ProducerDiscarded, Verdict, verdict
+from relay.producer import Producer, ProducerDiscarded, Verdict, verdict
 from relay.wire import RecordEncoder
 
 __all__ = ["Publishing"]
@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 _RETRY_FIRST_SECONDS: Final = 0.05
 _RETRY_MOST_SECONDS: Final = 5.0
 _REFUSED_RETRY_SECONDS: Final = 30.0
-# How long batches on their way may take once their producer retires because another one failed.
+# How long batches on their way may still take once one of their producer has passed its deadline.
 _RETIRE_SECONDS: Final = 1.0
 _LEAST_BATCH_BYTES: Final = 1024
 
@@ -53,11 +53,12 @@ class _Part:
 class _Segment:
     """One Kafka batch on its way."""
 
-    __slots__ = ("builder", "parts", "size", "topic_partition")
+    __slots__ = ("broker", "builder", "parts", "size", "topic_partition")
 
-    def __init__(self, topic_partition: TopicPartition, builder: BatchBuilder) -> None:
+    def __init__(self, topic_partition: TopicPartition, producer: Producer) -> None:
         self.topic_partition = topic_partition
-        self.builder = builder
+        self.builder = producer.new_batch()
+        self.broker = producer.leader(*topic_partition)
         self.parts: list[_Part] = []
         self.size = 0
 
@@ -72,7 +73,9 @@ class _Course:
     """A producer and the flights that are on it."""
 
     def __init__(self, make_producer: Callable[[Callable[[], bool]], Producer]) -> None:
-        self.flights: dict[Flight, int] = {}
+        # The brokers that each flight waits for, once a batch; None: a partition without a leader.
+        self.flights: dict[Flight, list[int | None]] = {}
+        self._answered_at: dict[int, float] = {}
         self.retiring = False
         self.producer = make_producer(self.may_send)
 
@@ -80,13 +83,25 @@ class _Course:
         """Every lane with rows on this producer is still ours, by our own clock."""
         return all(flight.lane.trusted for flight in self.flights)
 
-    def board(self, flight: Flight) -> None:
-        self.flights[flight] = self.flights.get(flight, 0) + 1
+    def board(self, flight: Flight, broker: int | None) -> None:
+        self.flights.setdefault(flight, []).append(broker)
 
-    def leave(self, flight: Flight) -> None:
-        self.flights[flight] -= 1
-        if not self.flights[flight]:
+    def leave(self, flight: Flight, broker: int | None) -> None:
+        brokers = self.flights[flight]
+        brokers.remove(broker)
+        if not brokers:
             del self.flights[flight]
+
+    def answered(self, broker: int | None) -> None:
+        if broker is not None:
+            self._answered_at[broker] = lease_clock()
+
+    def silent_since(self, flight: Flight) -> float:
+        """When a broker that this flight waits for was last heard of. A slow broker that answers others is not silent."""
+        return min(
+            max(flight.sent_at, self._answered_at.get(broker, 0.0) if broker is not None else 0.0)
+            for broker in self.flights[flight]
+        )
 
 
 class Publishing:
@@ -139,6 +154,10 @@ class Publishing:
                     await course.producer.start()
                 except TransientError as error:
                     _log.warning("kafka_unreachable", error=str(error), retry_seconds=round(pause, 2))
+                    await asyncio.sleep(_jittered(pause))
+                    pause = min(pause * 2, _RETRY_MOST_SECONDS)
+                except Exception:  # noqa: BLE001 - a library fault must not end the building of producers; it is logged whole
+                    _log.exception("producer_failed", retry_seconds=round(pause, 2))
                     await asyncio.sleep(_jittered(pause))
                     pause = min(pause * 2, _RETRY_MOST_SECONDS)
                 else:
@@ -208,7 +227,7 @@ class Publishing:
         for chain in chains.values():
             for segment in chain:
                 for part in segment.parts:
-                    course.board(part.flight)
+                    course.board(part.flight, segment.broker)
             self._spawn(self._send(course, chain))
         for topic, parts in unknown.items():
             self._spawn(self._learn(course, topic, parts))
@@ -268,7 +287,7 @@ class Publishing:
     ) -> _Segment:
         segment = open_segments.get(target)
         if segment is None or full:
-            segment = open_segments[target] = _Segment(target, producer.new_batch())
+            segment = open_segments[target] = _Segment(target, producer)
             chains.setdefault(target, []).append(segment)
         return segment
 
@@ -287,7 +306,7 @@ class Publishing:
             try:
                 offset = await course.producer.send(segment.builder, topic, partition)
             except Exception as error:  # noqa: BLE001 - every outcome of a batch is sorted below; none is swallowed
-                self._retire(course, _RETIRE_SECONDS)
+                self._retire(course, self._deadline)
                 self._failed(course, segment, error)
                 for unsent in chain[position + 1 :]:
                     self._failed(course, unsent, ProducerDiscarded("an earlier batch of the partition failed"))
@@ -296,11 +315,12 @@ class Publishing:
 
     def _acknowledged(self, course: _Course, segment: _Segment, offset: int) -> None:
         topic, partition = segment.topic_partition
+        course.answered(segment.broker)
         for part in segment.parts:
             first = offset + part.first_index
             part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
             self._metrics.acknowledged(topic, len(part.rows), sum(row["record_bytes"] for row in part.rows))
-            self._off_course(course, part.flight)
+            self._off_course(course, part.flight, segment.broker)
 
     def _failed(self, course: _Course, segment: _Segment, error: Exception) -> None:
         topic, partition = segment.topic_partition
@@ -315,7 +335,7 @@ class Publishing:
                 flight.narrow = len(part.rows)
             self._metrics.not_published(topic, "refused" if refused else "retried", len(part.rows))
             flight.fail(part.rows, error)
-            self._off_course(course, flight)
+            self._off_course(course, flight, segment.broker)
         if not isinstance(error, ProducerDiscarded | LeaseLost):
             _log.warning(
                 "batch_failed", topic=topic, partition=partition, rows=segment.size, error=f"{type(error).__name__}: {error}"
@@ -336,8 +356,8 @@ class Publishing:
             reason="refused_row", topic=row["topic"], error=type(error).__name__, event_id=row["event_id"]
         )
 
-    def _off_course(self, course: _Course, flight: Flight) -> None:
-        course.leave(flight)
+    def _off_course(self, course: _Course, flight: Flight, broker: int | None) -> None:
+        course.leave(flight, broker)
         if course.retiring and not course.flights:
             self._spawn(self._discard(course))
         self._part_settled(flight)
@@ -373,7 +393,7 @@ class Publishing:
         """Retire every producer that has kept a flight waiting beyond the publish deadline. To be called regularly."""
         limit = lease_clock() - self._deadline
         for course in list(self._courses):
-            late = [flight for flight in course.flights if flight.sent_at < limit]
+            late = [flight for flight in course.flights if course.silent_since(flight) < limit]
             if late and not course.retiring:
                 for flight in late:
                     self._metrics.not_published("(any)", "timeout", len(flight.batch.rows))

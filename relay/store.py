@@ -74,6 +74,8 @@ def _translate(statement: str, error: asyncpg.PostgresError) -> Exception:
     state = error.sqlstate or ""
     if state[:2] in _TRANSIENT_CLASSES or state in {_READ_ONLY, _LOCK_NOT_AVAILABLE}:
         return TransientError(f"{statement}: {state} {error}")
+    if statement == "mark" and isinstance(error, asyncpg.UniqueViolationError):
+        return TransientError("mark: an earlier try of this mark, thought unanswered, was written meanwhile")
     if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
         return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
     if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
@@ -132,13 +134,20 @@ class Store:
 
     async def _fetch(self, name: str, *arguments: object) -> Sequence[Any]:
         async with translated(name):
+            connection = await self._pool.acquire(timeout=self._timeout)
             try:
-                async with asyncio.timeout(self._timeout), self._pool.acquire() as connection:
+                async with asyncio.timeout(self._timeout):
                     return await connection.fetch(_SQL[name], *arguments)
             except asyncpg.ReadOnlySQLTransactionError:
                 # The server became a reader under open connections; new ones follow the address to the writer.
                 await self._pool.expire_connections()
                 raise
+            except (TimeoutError, asyncio.CancelledError):
+                # asyncpg would wait without bound for the server's word on the cancelled statement.
+                connection.terminate()
+                raise
+            finally:
+                await self._pool.release(connection)
 
     async def installation(self) -> Installation:
         rows = await self._fetch("installation")
