@@ -1,4 +1,4 @@
-"""The relay's commands: ``relay run``, ``status``, ``trace`` and ``check``."""
+"""The relay's commands: ``relay run``, ``status``, ``trace``, ``check`` and ``lanes rebase``."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import typer
 from relay.app import Relay
 from relay.check import check
 from relay.logs import configure_logs
+from relay.rebase import rebase
 from relay.settings import load_settings
 from relay.status import status
 from relay.trace import trace
@@ -16,19 +17,25 @@ from relay.trace import trace
 __all__ = ["register"]
 
 _relay = typer.Typer(help="The relay service.", no_args_is_help=True)
+_lanes = typer.Typer(help="Lanes of the outbox.", no_args_is_help=True)
 
 
 def register(root: typer.Typer) -> None:
     """Add the relay's commands to the root."""
     root.add_typer(_relay, name="relay")
+    root.add_typer(_lanes, name="lanes")
     root.command("status")(status)
     root.command("trace")(trace)
     root.command("check")(check)
 
 
 @_relay.callback()
+@_lanes.callback()
 def _group() -> None:
-    pass
+    """A callback keeps a group a group while it has one command."""
+
+
+_lanes.command("rebase")(rebase)
 
 
 @_relay.command("run")

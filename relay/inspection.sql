@@ -1,4 +1,4 @@
--- What the operator's commands read. Nothing here writes, and every read is bounded.
+-- What the operator's commands read, and the one change they make. Every read is bounded.
 
 -- name: lanes
 -- Every lane with its owner, the rest of its lease, its cursor, and what waits: counted up to $1.
@@ -88,3 +88,12 @@ SELECT lane FROM used WHERE lane IS NOT NULL AND lane NOT IN (SELECT lane FROM f
 SELECT DISTINCT o.topic FROM fencepost.lanes AS l
 CROSS JOIN LATERAL (SELECT topic FROM fencepost.outbox AS n WHERE n.lane = l.lane ORDER BY n.lane DESC, n.id DESC LIMIT $1) AS o
 ORDER BY o.topic;
+
+-- name: rebase
+-- Make this cluster's own what was restored into it. $1 actor, $2 reason. The one statement here that writes.
+SELECT undelivered_restated, delivered_restated, lanes FROM fencepost.rebase($1, $2);
+
+-- name: rebase_preview
+SELECT i.system_identifier <> (SELECT system_identifier FROM pg_control_system()) AS needed,
+       (SELECT count(*) FROM fencepost.lanes WHERE lease_expires_at > clock_timestamp()) AS held
+FROM fencepost.installation AS i;

@@ -80,6 +80,8 @@ def _translate(statement: str, error: asyncpg.PostgresError) -> Exception:
         return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
     if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
         return ConfigurationError(f"the schema is missing or older than this relay ({error}); run `fencepost migrate`")
+    if isinstance(error, asyncpg.ObjectInUseError):
+        return ConfigurationError(f"{error.message}; {error.hint}" if error.hint else str(error))
     if isinstance(error, asyncpg.InsufficientPrivilegeError):
         return ConfigurationError(f"{error}; grant the role fencepost_relay to the relay's database user")
     return error
