@@ -24,7 +24,7 @@ from relay.metrics import Metrics
 from relay.ownership import Ownership
 from relay.producer import Producer
 from relay.publishing import Publishing
-from relay.settings import RelaySettings
+from relay.settings import RelaySettings, unknown_variables
 from relay.store import Store
 from relay.wire import RecordEncoder
 
@@ -155,6 +155,8 @@ class Relay:
         ]
         if bell is not None:
             parts.append(bell.run())
+        if unknown := unknown_variables():
+            _log.warning("unknown_variables", names=unknown)
         _log.info("relay_started", version=__version__, name=settings.relay_name, wakeup=settings.wakeup)
         tasks = [asyncio.create_task(part) for part in parts]
         stopping = asyncio.create_task(self._stopping.wait())

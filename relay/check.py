@@ -15,7 +15,7 @@ from fencepost import wire
 from fencepost.errors import ConfigurationError, FencepostError
 from migrations import migration_states
 from relay.console import Inspector, JsonOutput, inspecting, print_json, print_table
-from relay.settings import RelaySettings, load_settings
+from relay.settings import RelaySettings, load_settings, unknown_variables
 
 __all__ = ["Finding", "check"]
 
@@ -65,6 +65,12 @@ async def _all(topics: Sequence[str]) -> list[Finding]:
     except ConfigurationError as error:
         return [Finding(name="settings", status="fail", detail=str(error), remedy="correct the environment")]
     findings = [Finding(name="settings", status="ok", detail="valid, and their relations hold")]
+    unknown = unknown_variables()
+    findings += (
+        [_look("variables", not unknown, f"no such setting: {', '.join(unknown)}", "correct or unset them", severe=False)]
+        if unknown
+        else []
+    )
     seen: set[str] = set(topics)
     try:
         async with inspecting(settings.database_url.get_secret_value()) as inspector:

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fencepost.errors import ConfigurationError
 
-__all__ = ["ENVIRONMENT_PREFIX", "RelaySettings", "load_settings"]
+__all__ = ["ENVIRONMENT_PREFIX", "RelaySettings", "load_settings", "unknown_variables"]
 
 ENVIRONMENT_PREFIX = "FENCEPOST_"
 
@@ -21,18 +21,12 @@ def _broker_list(value: object) -> object:
     return ",".join(part.strip() for part in value.split(",") if part.strip())
 
 
-def _stripped(value: object) -> object:
-    return value.strip() if isinstance(value, str) else value
-
-
 class RelaySettings(BaseSettings):
     """Every setting of ``fencepost relay run``. Times say their unit; sizes are bytes."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", str_strip_whitespace=True, env_ignore_empty=False
-    )
+    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", env_ignore_empty=False)
 
-    database_url: Annotated[SecretStr, BeforeValidator(_stripped), Field(min_length=1)] = Field(
+    database_url: Annotated[SecretStr, Field(min_length=1)] = Field(
         description="PostgreSQL address of the database that holds the outbox. Required; a direct connection is best: "
         "through a transaction pooler set FENCEPOST_WAKEUP=poll."
     )
@@ -100,6 +94,14 @@ class RelaySettings(BaseSettings):
         "info", description="Least level that is logged. Defaults to info."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _strip_white_space(cls, values: object) -> object:
+        # Values from files and manifests end in line ends; choices, flags and numbers would be refused for it.
+        if not isinstance(values, dict):
+            return values
+        return {name: value.strip() if isinstance(value, str) else value for name, value in values.items()}
+
     @model_validator(mode="after")
     def _deadline_fits_into_lease(self) -> Self:
         # A batch is watched until its deadline; a lease that ends before would be lost with the batch still on its way.
@@ -136,7 +138,7 @@ def load_settings(overrides: Mapping[str, object] | None = None) -> RelaySetting
     try:
         return RelaySettings(**dict(overrides or {}))  # type: ignore[arg-type]
     except ValidationError as error:
-        raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors(include_input=False))) from None
+        raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors())) from None
 
 
 def _explain(detail: Mapping[str, object]) -> str:
@@ -147,6 +149,15 @@ def _explain(detail: Mapping[str, object]) -> str:
     name = f"{ENVIRONMENT_PREFIX}{str(location[0]).upper()}"
     if detail["type"] == "missing":
         return f"{name} is required: set it in the environment"
-    if detail["type"] in {"string_too_short", "too_short"} and not os.environ.get(name, "").strip(" ,\r\n\t"):
-        return f"{name} is blank: give it a value"
+    if not str(detail.get("input", "x")).strip(" ,"):
+        return f"{name} is blank: give it a value, or unset it where it has a default"
     return f"{name}: {message}"
+
+
+def unknown_variables() -> list[str]:
+    """Variables with our prefix that no setting has: mistyped, perhaps. Not refused, since Kubernetes adds such names."""
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in RelaySettings.model_fields}
+    foreign = ("FENCEPOST_TEST_", "FENCEPOST_SERVICE_", "FENCEPOST_PORT")
+    return sorted(
+        name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in known and not name.startswith(foreign)
+    )

@@ -53,7 +53,7 @@ class RecordEncoder:
         self._sources = _Cache(wire.CE_SOURCE)
         self._default_source: Header = (wire.CE_SOURCE, source.encode())
         self._optional = [(column, _Cache(name)) for column, name in _OPTIONAL]
-        self._second = 0
+        self._second: int | None = None
         self._second_text = b""
 
     def headers(self, row: Row) -> list[Header]:
