@@ -106,9 +106,7 @@ def start_kafka() -> Container:
     return _start("Kafka", container, lambda: f"{host}:{port}", lambda address: bool(members(address)))
 
 
-def _start(
-    name: str, container: "DockerContainer", address: Callable[[], str], ready: Callable[[str], bool]
-) -> Container:
+def _start(name: str, container: "DockerContainer", address: Callable[[], str], ready: Callable[[str], bool]) -> Container:
     try:
         container.start()
         where = address()

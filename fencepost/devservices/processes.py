@@ -6,7 +6,7 @@ run is killed. Waiting is always bounded, and an error shows the end of the chil
 
 import contextlib
 import os
-import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -37,7 +37,8 @@ LOG_TAIL_LINES: Final = 25
 def free_port() -> int:
     """Find a port of 127.0.0.1 that nothing listens on now."""
     for _ in range(PORT_ATTEMPTS):
-        port = random.choice(PORTS)
+        # Not the module random: test processes that are seeded alike would all try the same ports at the same time.
+        port = secrets.choice(PORTS)
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))

@@ -1,0 +1,181 @@
+"""What every adapter shares: the two statements in each style of placeholder, their parameters, and the refusals."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+from uuid import UUID
+
+from fencepost.errors import ConfigurationError, DuplicateEvent, FencepostError, InvalidEvent, TransactionRequired
+from fencepost.statements import load_statements
+from producer_sdk.event import Event
+from producer_sdk.rules import check_count
+
+__all__ = [
+    "ABORTED",
+    "AUTOCOMMIT",
+    "ENQUEUE",
+    "ENQUEUE_MANY",
+    "Parameters",
+    "Statement",
+    "event_ids",
+    "is_aborted",
+    "many_parameters",
+    "one_parameters",
+    "translated",
+    "with_counted_placeholders",
+]
+
+AUTOCOMMIT: Final = (
+    "the connection is in autocommit, so the event would commit alone; open a transaction around the domain rows and the event"
+)
+ABORTED: Final = (
+    "an earlier error aborted the transaction, which can write nothing more; "
+    "roll back, or roll back to a savepoint taken before that error, then enqueue"
+)
+READ_ONLY: Final = "the transaction is read-only, or the server is a standby; enqueue in a read-write transaction on the primary"
+
+# Values for the driver, in the order of a statement's placeholders.
+Parameters: TypeAlias = tuple[Any, ...]
+
+# libpq's PQTRANS_INERROR. Adapters of libraries that may or may not run on psycopg compare with it.
+_IN_ERROR: Final = 3
+
+_PLACEHOLDER: Final = re.compile(r"\$(\d+)")
+_REFUSAL: Final = re.compile(r"fencepost: (?P<field>\w+): (?P<limit>[^;]*)(?:; (?P<remedy>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement in both styles: ``numbered`` has $1, $2 and so on; ``counted`` has %s in the same order."""
+
+    numbered: str
+    counted: str
+
+
+def with_counted_placeholders(sql: str) -> str:
+    """Return ``sql`` with %s in place of $1, $2 and so on; ``ValueError`` unless each stands once and in order."""
+    places = [int(place) for place in _PLACEHOLDER.findall(sql)]
+    if places != list(range(1, len(places) + 1)):
+        raise ValueError(f"placeholders must stand once each and in order, but read {places}")
+    return _PLACEHOLDER.sub("%s", sql.replace("%", "%%"))
+
+
+_STATEMENTS: Final = load_statements("producer_sdk", "statements.sql")
+ENQUEUE: Final = Statement(_STATEMENTS["enqueue"], with_counted_placeholders(_STATEMENTS["enqueue"]))
+ENQUEUE_MANY: Final = Statement(_STATEMENTS["enqueue_many"], with_counted_placeholders(_STATEMENTS["enqueue_many"]))
+
+
+def one_parameters(event: Event) -> Parameters:
+    """The parameters of ``ENQUEUE``. Ids travel as text, which every driver sends without a type adapter."""
+    return (
+        event.topic,
+        event.type,
+        event.key,
+        event.payload,
+        str(event.event_id),
+        [name for name, _ in event.headers] or None,
+        [value for _, value in event.headers] or None,
+        event.source,
+        event.content_type,
+        event.tenant_id,
+        event.run_id,
+        event.step,
+        event.operation,
+        event.fencing_token,
+        event.traceparent,
+        event.tracestate,
+    )
+
+
+def many_parameters(events: Sequence[Event]) -> Parameters:
+    """The parameters of ``ENQUEUE_MANY``; raise ``InvalidEvent`` for more events than one call takes."""
+    check_count(events)
+    headers = [header for event in events for header in event.headers]
+    return (
+        [event.topic for event in events],
+        [event.type for event in events],
+        [event.key for event in events],
+        [event.payload for event in events],
+        [str(event.event_id) for event in events],
+        _header_ends(events) if headers else None,
+        [name for name, _ in headers] or None,
+        [value for _, value in headers] or None,
+        _column([event.source for event in events]),
+        _column([event.content_type for event in events]),
+        _column([event.tenant_id for event in events]),
+        _column([event.run_id for event in events]),
+        _column([event.step for event in events]),
+        _column([event.operation for event in events]),
+        _column([event.fencing_token for event in events]),
+        _column([event.traceparent for event in events]),
+        _column([event.tracestate for event in events]),
+    )
+
+
+def event_ids(events: Sequence[Event]) -> list[UUID]:
+    """The ids in the order of the events."""
+    return [event.event_id for event in events]
+
+
+def is_aborted(driver_connection: object) -> bool:
+    """Whether psycopg knows that the transaction is aborted; False for a driver that does not tell."""
+    info = getattr(driver_connection, "info", None)
+    return getattr(info, "transaction_status", None) == _IN_ERROR
+
+
+def _header_ends(events: Sequence[Event]) -> list[int]:
+    end = 0
+    return [end := end + len(event.headers) for event in events]
+
+
+def _column(values: Sequence[object]) -> Sequence[object] | None:
+    return None if all(value is None for value in values) else values
+
+
+@contextmanager
+def translated(foreign: type[Exception], origin: Callable[[Exception], BaseException] = lambda error: error) -> Iterator[None]:
+    """Turn the driver's errors that Fencepost knows into its own; every other passes through as it is.
+
+    ``origin`` finds the driver's error inside a library's wrapper. It becomes the cause, and the wrapper does not:
+    a wrapper may print the parameters, payload included.
+    """
+    try:
+        yield
+    except foreign as error:
+        cause = origin(error)
+        known = _known(cause)
+        if known is None:
+            raise
+        raise known from cause
+
+
+def _known(error: BaseException) -> FencepostError | None:
+    """The error of ours that a driver's error stands for, by SQLSTATE, constraint and our own messages' prefix."""
+    diagnosis = getattr(error, "diag", None)  # psycopg; asyncpg has these as attributes of the error itself
+    constraint = getattr(diagnosis or error, "constraint_name", None)
+    message = getattr(diagnosis, "message_primary", None) or getattr(error, "message", None) or ""
+    match getattr(error, "sqlstate", None):
+        case "25P02":
+            return TransactionRequired(ABORTED)
+        case "25006":
+            return TransactionRequired(READ_ONLY)
+        case "3F000" | "42883":
+            return ConfigurationError("the database has no Fencepost schema, or an old one; run `fencepost migrate`")
+        case "42501":
+            return ConfigurationError("the database user may not enqueue; GRANT fencepost_producer TO that user")
+        case "23505" if constraint == "outbox_event_id_key":
+            return DuplicateEvent(
+                "event_id", "the outbox already holds this id", "take the event as written, or leave event_id out"
+            )
+        case "23514" | "22023":
+            return _refused(message)
+    return None
+
+
+def _refused(message: str) -> InvalidEvent | None:
+    match = _REFUSAL.fullmatch(message)
+    if match is None:
+        return None
+    return InvalidEvent(match["field"], match["limit"], match["remedy"] or "correct it before it is enqueued")

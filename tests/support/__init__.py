@@ -1,0 +1,1 @@
+"""What the tests share: real services, topics, records read back, relays as processes, and bounded waiting."""
