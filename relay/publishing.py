@@ -246,8 +246,7 @@ class Publishing:
         producer = course.producer
         headers_of, timestamp_of = self._encoder.headers, self._encoder.timestamp_ms
         parts: dict[TopicPartition, _Part] = {}
-        counts = flight.partition_counts
-        counts.clear()
+        counts: dict[str, int] = {}
         spread = random.randrange(1 << 16)  # noqa: S311 - where keyless rows of this batch go; no secret
         narrow = flight.narrow
         for row in flight.to_send:
@@ -275,6 +274,7 @@ class Publishing:
             segment.size += 1
             part.rows.append(row)
         flight.to_send = ()
+        flight.partition_counts.update(counts)
 
     @staticmethod
     def _segment(
@@ -318,7 +318,8 @@ class Publishing:
         course.answered(segment.broker)
         for part in segment.parts:
             first = offset + part.first_index
-            part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
+            if part.rows:  # a part whose first row did not fit any more stayed empty
+                part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
             self._metrics.acknowledged(topic, len(part.rows), sum(row["record_bytes"] for row in part.rows))
             self._off_course(course, part.flight, segment.broker)
 
