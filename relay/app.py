@@ -95,6 +95,7 @@ class Relay:
         """Wait for the database for as long as it takes, or until stopped."""
         timeout = min(self._settings.lease_seconds / 2, 30.0)
         while not self._stopping.is_set():
+            self._ticked_at = lease_clock()
             try:
                 store = await Store.open(
                     self._settings.database_url.get_secret_value(), relay_id=self.relay_id, timeout_seconds=timeout

@@ -7,7 +7,8 @@ would block the roll-out of its own fix.
 import json
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
+from socket import AF_INET6
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -28,6 +29,17 @@ _REQUEST_SECONDS: Final = 5
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def server_bind(self) -> None:
+        # The base class asks the resolver for this host's name, which can take long and serves nothing here.
+        TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = AF_INET6
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_SECONDS
@@ -43,7 +55,9 @@ class HealthServer:
         self._metrics = make_wsgi_app(registry)
         self._checks = {"/livez": live, "/readyz": ready}
         try:
-            self._server = make_server(host, port, self._serve, server_class=_Server, handler_class=_Handler)
+            self._server = make_server(
+                host, port, self._serve, server_class=_Server6 if ":" in host else _Server, handler_class=_Handler
+            )
         except OSError as error:
             raise ConfigurationError(
                 f"FENCEPOST_HTTP_HOST, FENCEPOST_HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}"

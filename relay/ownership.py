@@ -54,6 +54,8 @@ class Ownership:
         self._reported: Mapping[int, Stopped] = {}
         self._look = asyncio.Event()
         self._gone = asyncio.Event()
+        # Given up here, and not yet known to be released in the database: tried again until it answers.
+        self._to_release: dict[int, int] = {}
         self._renew_at = 0.0
         self._leaving = False
         self.database_seen_at = lease_clock()
@@ -69,8 +71,8 @@ class Ownership:
         await self._store.leave()
 
     async def without_lanes(self) -> None:
-        """Wait until no lane is held."""
-        while self._lanes:
+        """Wait until no lane is held, and those given up are released."""
+        while self._lanes or self._to_release:
             self._gone.clear()
             await self._gone.wait()
 
@@ -129,6 +131,7 @@ class Ownership:
         # Read after the claim has committed: a mark that the claim waited for is in it.
         cursors = await self._store.cursors(list(claimed))
         for number, generation in claimed.items():
+            self._to_release.pop(number, None)
             cursor, sequence = cursors[number]
             self._lanes[number] = Lane(
                 number=number,
@@ -156,18 +159,20 @@ class Ownership:
         self._look.set()
 
     async def _release_ready(self) -> None:
-        ready: Mapping[int, int] = {lane.number: lane.generation for lane in self._lanes.values() if lane.releasing and lane.idle}
-        if not ready:
+        # Out of the held lanes before the statement: from then on they may be another's, and no tick takes them for lost.
+        for lane in [lane for lane in self._lanes.values() if lane.releasing and lane.idle]:
+            del self._lanes[lane.number]
+            lane.distrust()
+            self._metrics.lane_gone(lane.number)
+            self._to_release[lane.number] = lane.generation
+        if not self._to_release:
             return
-        for number in ready:
-            self._lanes[number].distrust()  # before the statement: from here on it may be another's
-        released = await self._store.release(ready)
-        for number in ready:
-            self._lanes.pop(number, None)
-            self._metrics.lane_gone(number)
+        wanted = dict(self._to_release)
+        released = await self._store.release(wanted)
+        self._to_release.clear()
         self._gone.set()
         self._metrics.released(len(released))
-        self._metrics.stale_refused(len(ready) - len(released))
+        self._metrics.stale_refused(len(wanted) - len(released))
         _log.info("lanes_released", lanes=sorted(released))
 
     async def release_all(self) -> None:

@@ -42,6 +42,8 @@ CREATE FUNCTION fencepost.headers_refusal(header_names text[], header_values byt
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
 BEGIN
     RETURN CASE
+        WHEN array_ndims(header_names) > 1 OR array_ndims(header_values) > 1
+            THEN 'headers: header_names and header_values must be flat arrays; give one value for each name'
         WHEN header_names IS NULL OR header_values IS NULL
             OR cardinality(header_names) <> cardinality(header_values)
             THEN 'headers: header_names and header_values must have the same length; give one value for each name'
@@ -55,7 +57,8 @@ BEGIN
                         OR lower(h.name) IN ('content-type', 'traceparent', 'tracestate'))
             THEN 'headers: names that begin with ce_ or fencepost-, and content-type, traceparent and tracestate, are reserved; use the parameter of that name, or another name'
         WHEN fencepost.headers_bytes(header_names, header_values) > 32768
-            THEN 'headers: names and values together exceed 32768 bytes; put the rest into the payload'
+            THEN format('headers: %s bytes of names and values exceed the limit of 32768; put the rest into the payload',
+                        fencepost.headers_bytes(header_names, header_values))
     END;
 END
 $$;
@@ -72,9 +75,9 @@ BEGIN
         WHEN topic IS NULL OR topic !~ '^[a-zA-Z0-9._-]{1,249}$' OR topic IN ('.', '..')
             THEN 'topic: must be 1 to 249 characters of a-z A-Z 0-9 . _ - and not "." or ".."'
         WHEN event_type IS NULL OR octet_length(event_type) NOT BETWEEN 1 AND 256 THEN 'type: must have 1 to 256 bytes'
-        WHEN octet_length(key) > 4096 THEN 'key: exceeds 4096 bytes; use a hash of it'
+        WHEN octet_length(key) > 4096 THEN format('key: %s bytes exceed the limit of 4096; use a hash of it', octet_length(key))
         WHEN octet_length(payload) > 1000000
-            THEN 'payload: exceeds 1000000 bytes; store it elsewhere and enqueue a reference'
+            THEN format('payload: %s bytes exceed the limit of 1000000; store it elsewhere and enqueue a reference', octet_length(payload))
         WHEN payload IS NULL AND key IS NULL THEN 'payload: a tombstone (null payload) needs a key'
         WHEN octet_length(source) NOT BETWEEN 1 AND 256 THEN 'source: must have 1 to 256 bytes, or be null'
         WHEN octet_length(content_type) NOT BETWEEN 1 AND 256 THEN 'content_type: must have 1 to 256 bytes, or be null'
@@ -100,24 +103,27 @@ BEGIN
 END
 $$;
 
--- The table's CHECK: true, or an error that names field, limit and remedy. It raises instead of returning false because
+-- The table's CHECK: true, or an error that names field, limit and remedy. A row in a lane that nobody owns would never be
+-- published, and one in another lane than its key's would break the key's order, so the lane is checked as well. It raises instead of returning false because
 -- PostgreSQL's own message prints the failing row, payload included, into the server's log. One call instead of a
 -- constraint a rule: a constraint's expression is parsed anew by every INSERT statement, and seven cost 90 us a row.
 CREATE FUNCTION fencepost.check_row(
     topic text, event_type text, key bytea, payload bytea, header_names text[], header_values bytea[],
     source text, content_type text, tenant_id text, run_id text, step text, operation text,
-    fencing_token bigint, traceparent text, tracestate text, record_bytes integer
+    fencing_token bigint, traceparent text, tracestate text, record_bytes integer, lane smallint
 ) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
 DECLARE
     refused text := fencepost.refusal(topic, event_type, key, payload, header_names, header_values, source, content_type,
                                       tenant_id, run_id, step, operation, fencing_token, traceparent, tracestate);
 BEGIN
-    IF refused IS NULL AND record_bytes = fencepost.record_bytes(key, payload, header_names, header_values) THEN
+    IF refused IS NULL AND record_bytes = fencepost.record_bytes(key, payload, header_names, header_values)
+        AND lane BETWEEN 0 AND fencepost.lane_count() - 1 AND lane = coalesce(fencepost.lane_of(key), lane)
+    THEN
         RETURN true;
     END IF;
     RAISE EXCEPTION USING ERRCODE = 'check_violation', SCHEMA = 'fencepost', TABLE = 'outbox', CONSTRAINT = 'outbox_row_check',
-        MESSAGE = 'fencepost: ' || coalesce(refused, 'record_bytes: must be what fencepost.record_bytes says; leave lane and record_bytes out'),
+        MESSAGE = 'fencepost: ' || coalesce(refused, 'lane: lane and record_bytes are not what the key and the payload say; leave both out'),
         HINT = 'Nothing was written. Roll back to a savepoint taken before the statement to keep the rest of the transaction.';
 END
 $$;
@@ -132,8 +138,8 @@ CREATE TABLE fencepost.outbox (
     fencing_token bigint,
     record_bytes  integer     NOT NULL,
     lane          smallint    NOT NULL,
-    topic         text        NOT NULL,
-    event_type    text        NOT NULL,
+    topic         text,  -- not null by the check below: PostgreSQL's own error would print the row
+    event_type    text,
     key           bytea,
     source        text,
     content_type  text,
@@ -149,7 +155,7 @@ CREATE TABLE fencepost.outbox (
     CONSTRAINT outbox_pkey PRIMARY KEY (lane, id),
     CONSTRAINT outbox_row_check CHECK (fencepost.check_row(
         topic, event_type, key, payload, header_names, header_values, source, content_type, tenant_id, run_id, step,
-        operation, fencing_token, traceparent, tracestate, record_bytes))
+        operation, fencing_token, traceparent, tracestate, record_bytes, lane))
 ) WITH (
     -- Rows are only inserted, then deleted in bulk: vacuum is needed for freezing and the visibility map, and the
     -- statistics must follow a table that goes from empty to millions of rows within minutes.

@@ -14,16 +14,18 @@ CREATE FUNCTION fencepost.enqueue(
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_variable
 DECLARE
+    -- Before the id, so that a transaction which holds an id is one that snapshots know.
+    writer xid8 := pg_current_xact_id();
     event uuid := coalesce(event_id, fencepost.uuid_v7());
     lane smallint := fencepost.lane_of(key);
     row_id bigint := nextval('fencepost.outbox_id_seq');
 BEGIN
     lane := coalesce(lane, row_id % fencepost.lane_count());
     INSERT INTO fencepost.outbox (
-        id, lane, event_id, topic, event_type, key, payload, header_names, header_values, source, content_type,
+        xid, id, lane, event_id, topic, event_type, key, payload, header_names, header_values, source, content_type,
         tenant_id, run_id, step, operation, fencing_token, traceparent, tracestate, record_bytes
     ) VALUES (
-        row_id, lane, event, topic, type, key, payload, header_names, header_values, source, content_type,
+        writer, row_id, lane, event, topic, type, key, payload, header_names, header_values, source, content_type,
         tenant_id, run_id, step, operation, fencing_token, traceparent, tracestate,
         fencepost.record_bytes(key, payload, header_names, header_values)
     );
@@ -65,6 +67,17 @@ BEGIN
             MESSAGE = 'fencepost: events: every array must have one element an event; use null elements',
             HINT = 'Nothing was written. Roll back to a savepoint taken before the statement to keep the rest of the transaction.';
     END IF;
+    IF (header_ends IS NULL) <> (header_names IS NULL) OR (header_ends IS NULL) <> (header_values IS NULL)
+        OR array_ndims(header_names) > 1 OR array_ndims(header_values) > 1
+        OR coalesce(header_ends[wanted], 0) <> coalesce(cardinality(header_names), 0)
+        OR coalesce(header_ends[wanted], 0) <> coalesce(cardinality(header_values), 0)
+        OR EXISTS (SELECT FROM unnest(header_ends) WITH ORDINALITY AS e(last, n) WHERE e.last IS NULL OR e.last < coalesce(header_ends[e.n - 1], 0))
+    THEN
+        RAISE EXCEPTION USING ERRCODE = 'invalid_parameter_value',
+            MESSAGE = 'fencepost: headers: header_ends must rise to the number of header_names and of header_values',
+            HINT = 'Nothing was written. header_ends[i] is how many headers the events up to i have together.';
+    END IF;
+    PERFORM pg_current_xact_id();  -- before the ids, so that a transaction which holds an id is one that snapshots know
     WITH written AS (
         INSERT INTO fencepost.outbox AS o (
             id, lane, event_id, topic, event_type, key, payload, header_names, header_values, source, content_type,

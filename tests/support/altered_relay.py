@@ -1,13 +1,17 @@
-"""A relay whose process ends by itself at a chosen point: the product's own code, wrapped from outside.
+"""A relay with a fault of its own: the product's code, wrapped from outside, in a process that a test starts.
 
-``python -m tests.support.altered_relay relay run`` with ``CRASH_POINT`` and ``CRASH_AT`` in its environment.
+``CRASH_POINT`` and ``CRASH_AT`` in its environment end it at a point; ``SEQUENCE_JUMPS_AT`` gives its producer a hole in the
+sequence numbers, which the broker answers with the error that is fatal to an idempotent producer.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from aiokafka import TopicPartition
 
 from fencepost.cli import main
 from relay.lane import Flight
@@ -75,6 +79,21 @@ def end_at(point: str, occurrence: int) -> None:
     setattr(owner, name, _wrapped(getattr(owner, name), reached, before=before))
 
 
+def jump_at(occurrence: int) -> None:
+    """Before this Kafka batch, forget a few sequence numbers of its partition."""
+    remaining = occurrence
+    send = Producer.send
+
+    async def jumping(self: Producer, builder: Any, topic: str, partition: int) -> int:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            self._producer._txn_manager.increment_sequence_number(TopicPartition(topic, partition), 5)
+        return await send(self, builder, topic, partition)
+
+    Producer.send = jumping  # type: ignore[method-assign]
+
+
 def _wrapped(method: Callable[..., Any], reached: Callable[[], None], *, before: bool) -> Callable[..., Any]:
     import inspect
 
@@ -100,5 +119,8 @@ def _wrapped(method: Callable[..., Any], reached: Callable[[], None], *, before:
 
 
 if __name__ == "__main__":
-    end_at(os.environ["CRASH_POINT"], int(os.environ["CRASH_AT"]))
+    if "CRASH_POINT" in os.environ:
+        end_at(os.environ["CRASH_POINT"], int(os.environ["CRASH_AT"]))
+    if "SEQUENCE_JUMPS_AT" in os.environ:
+        jump_at(int(os.environ["SEQUENCE_JUMPS_AT"]))
     main()

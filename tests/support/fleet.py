@@ -54,5 +54,6 @@ async def problems(relay: RelayProcess, path: str = "/readyz") -> list[str] | No
 
 def logged(relay: RelayProcess, event: str) -> list[dict[str, Any]]:
     """The log's entries of one event."""
-    entries = [json.loads(line) for line in relay.log.read_text().splitlines() if line.startswith("{")]
+    *lines, _unfinished = relay.log.read_text().split("\n")
+    entries = [json.loads(line) for line in lines if line.startswith("{")]
     return [entry for entry in entries if entry["event"] == event]

@@ -1,0 +1,72 @@
+"""A proxy before the database whose connections can be cut as a network cuts them: without a word to either side."""
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit, urlunsplit
+
+CHUNK_BYTES = 65_536
+
+
+class TcpProxy:
+    """``async with TcpProxy(database_url) as proxy``; clients use ``proxy.url``."""
+
+    def __init__(self, url: str) -> None:
+        self._parts = urlsplit(url)
+        self._silenced = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @property
+    def url(self) -> str:
+        """The database's address through the proxy."""
+        port = self._server.sockets[0].getsockname()[1]
+        return urlunsplit(self._parts._replace(netloc=f"{self._parts.username}:{self._parts.password}@127.0.0.1:{port}"))
+
+    def silence(self) -> None:
+        """From now on nothing passes through the connections that are open; new ones work."""
+        self._silenced.set()
+        self._silenced = asyncio.Event()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        silenced = self._silenced
+        server_reader, server_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        pumps = [
+            asyncio.create_task(_pump(source, target, silenced))
+            for source, target in ((reader, server_writer), (server_reader, writer))
+        ]
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.wait(pumps)
+            writer.transport.abort()
+            server_writer.transport.abort()
+            self._tasks.discard(task)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silenced: asyncio.Event) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := await reader.read(CHUNK_BYTES):
+            if silenced.is_set():
+                await asyncio.Event().wait()
+            writer.write(chunk)
+            await writer.drain()
+    if silenced.is_set():
+        await asyncio.Event().wait()
