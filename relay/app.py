@@ -144,6 +144,7 @@ class Relay:
             lost=engine.lane_lost,
             changed=engine.changed,
             stopped=engine.stopped,
+            taken_back=engine.mark_taken_back,
         )
         engine.connect(publishing, ownership)
         publishing.open()

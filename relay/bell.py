@@ -88,7 +88,7 @@ class Bell:
                         await ended.wait()
                 if not ended.is_set():
                     await connection.fetchval("SELECT 1", timeout=5)
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
             raise TransientError(f"listen: {type(error).__name__}: {error}") from error
 
     async def _hang_up(self) -> None:

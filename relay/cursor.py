@@ -59,6 +59,9 @@ def advance(cursor: Cursor, rows: Sequence[Row], snapshot: str, *, row_limit: in
     if cursor.target is not None:
         drained = Cursor(position=cursor.position, snapshot=cursor.target)
         return Batch(rows=late, late_count=len(late), cursor=drained, more=True)
+    if late and (len(rows) > row_limit or _bytes(rows) >= byte_limit):
+        # Together they would be a batch of twice the bounds. The fresh rows stay above the position.
+        return Batch(rows=late, late_count=len(late), cursor=Cursor(position=cursor.position, snapshot=snapshot), more=True)
     position = rows[-1]["id"] if len(rows) > len(late) else cursor.position
     more = len(rows) - len(late) >= row_limit or _bytes(rows) >= byte_limit
     return Batch(rows=rows, late_count=len(late), cursor=Cursor(position=position, snapshot=snapshot), more=more)

@@ -257,6 +257,13 @@ class Engine:
         self._receipts.append(receipt)
         self._marks_wanted.set()
 
+    def mark_taken_back(self, receipt: Receipt) -> None:
+        """A crash of the server undid this newest mark of a lane that we still hold: write it again."""
+        lane = self._lanes.get(receipt.lane)
+        if lane is not None and lane.receipt is receipt and lane.unmarked == 0:
+            _log.warning("mark_taken_back", lane=receipt.lane, sequence=receipt.sequence)
+            self._want_mark(lane, receipt)
+
     async def mark_forever(self) -> None:
         """Mark whatever is acknowledged, all lanes in one statement; until cancelled."""
         while True:
@@ -303,6 +310,7 @@ class Engine:
             if lane is not None and lane.generation == receipt.generation:
                 lane.unmarked -= 1
                 lane.marked_position = receipt.cursor.position
+                lane.receipt = receipt
                 if lane.releasing and lane.idle:
                     self._ownership.look_now()
         self.changed()

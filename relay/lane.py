@@ -110,6 +110,7 @@ class Lane:
     hungry: bool = True
     releasing: bool = False
     refusal: Stopped | None = None
+    receipt: Receipt | None = None
     published_at: float = field(default_factory=lease_clock)
 
     @property

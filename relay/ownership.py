@@ -14,7 +14,7 @@ import structlog
 from fencepost import __version__
 from fencepost.errors import TransientError
 from relay.clock import lease_clock
-from relay.lane import Lane, Stopped
+from relay.lane import Lane, Receipt, Stopped
 from relay.metrics import Metrics
 from relay.settings import RelaySettings
 from relay.share import plan
@@ -29,7 +29,7 @@ _LOOK_SECONDS: Final = 1.0
 
 class Ownership:
     """``lanes`` is the set of lanes held, shared with the engine; ``lost`` is told of each that went without our doing;
-    ``changed`` that some came or that a hand-over is wanted."""
+    ``changed`` that some came or that a hand-over is wanted; ``taken_back`` of a mark that a crash of the server undid."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Ownership:
         lost: Callable[[Lane], None],
         changed: Callable[[], None],
         stopped: Callable[[], Mapping[int, Stopped]],
+        taken_back: Callable[[Receipt], None],
     ) -> None:
         self._store = store
         self._settings = settings
@@ -51,6 +52,7 @@ class Ownership:
         self._lost = lost
         self._changed = changed
         self._stopped = stopped
+        self._taken_back = taken_back
         self._reported: Mapping[int, Stopped] = {}
         self._look = asyncio.Event()
         self._gone = asyncio.Event()
@@ -113,14 +115,18 @@ class Ownership:
             await self._store.join(self._settings.relay_name, __version__, self._settings.lease_seconds, stopped)
             self._reported = stopped
         held = {lane.number: lane.generation for lane in self._lanes.values() if lane.trusted}
+        marked = {lane.number: lane.receipt for lane in self._lanes.values()}
         if held:
             kept = await self._store.renew(held, self._settings.lease_seconds)
             self.expire()  # trust that lapsed while the statement ran does not come back: receipts may have been dropped on it
-            for number in held.keys() - kept:
+            for number in held.keys() - kept.keys():
                 self._metrics.stale_refused(1)
                 self._drop(number, "renewal refused")
-            for number in kept & self._lanes.keys():
+            for number in kept.keys() & self._lanes.keys():
                 self._lanes[number].trusted_until = started + self._settings.trusted_seconds
+                receipt = marked[number]
+                if receipt is not None and receipt.sequence > kept[number]:
+                    self._taken_back(receipt)
         self._renew_at = started + self._settings.renew_interval_seconds
 
     async def _claim(self, most: int) -> None:

@@ -20,9 +20,9 @@ WITH setting AS MATERIALIZED (
                          $9::bigint[], $10::bigint[], $11::integer[], $12::integer[], $13::text[])
         AS g(lane, generation, sequence, position, snapshot, target, late_position, first_id, last_id, row_count, late_count, partitions)
 ), fence AS MATERIALIZED (
-    SELECT l.lane FROM fencepost.lanes AS l
+    SELECT l.lane, l.lease_generation AS generation FROM fencepost.lanes AS l
     WHERE l.lane = ANY ($2::smallint[]) AND l.lease_owner = $1 AND l.lease_expires_at > clock_timestamp()
-      AND l.lease_generation = (SELECT max(g.generation) FROM given AS g WHERE g.lane = l.lane)
+      AND EXISTS (SELECT FROM given AS g WHERE g.lane = l.lane AND g.generation = l.lease_generation)
     ORDER BY l.lane
     FOR NO KEY UPDATE OF l
 )
@@ -30,7 +30,7 @@ INSERT INTO fencepost.receipts (
     lane, sequence, generation, relay_id, position, snapshot, target, late_position, first_id, last_id, row_count, late_count, partitions)
 SELECT g.lane, g.sequence, g.generation, $1, g.position, g.snapshot::pg_snapshot, g.target::pg_snapshot, g.late_position,
        g.first_id, g.last_id, g.row_count, g.late_count, g.partitions::jsonb
-FROM given AS g JOIN fence USING (lane) CROSS JOIN setting
+FROM given AS g JOIN fence USING (lane, generation) CROSS JOIN setting
 RETURNING lane;
 
 -- name: marked_already
@@ -61,7 +61,8 @@ FROM free WHERE l.lane = free.lane
 RETURNING l.lane, l.lease_generation;
 
 -- name: renew
--- Extend the leases of $1 on $2 lanes held under $3 generations by $4 seconds from now. A missing lane was lost.
+-- Extend the leases of $1 on $2 lanes held under $3 generations by $4 seconds from now. A missing lane was lost. The
+-- newest receipt's sequence tells whether a crash of the server took back marks, which commit asynchronously.
 WITH held AS MATERIALIZED (
     SELECT l.lane FROM fencepost.lanes AS l
     JOIN unnest($2::smallint[], $3::bigint[]) AS g(lane, generation) ON g.lane = l.lane AND g.generation = l.lease_generation
@@ -71,7 +72,7 @@ WITH held AS MATERIALIZED (
 )
 UPDATE fencepost.lanes AS l SET lease_expires_at = clock_timestamp() + make_interval(secs => $4)
 FROM held WHERE l.lane = held.lane
-RETURNING l.lane;
+RETURNING l.lane, (SELECT coalesce(max(r.sequence), 0) FROM fencepost.receipts AS r WHERE r.lane = l.lane) AS newest;
 
 -- name: release
 -- Give up $2 lanes held under $3 generations, if still $1's, and wake whoever is entitled to them.
@@ -111,11 +112,14 @@ SELECT coalesce((SELECT array_agg(relay_id ORDER BY started_at, relay_id) FROM f
 FROM fencepost.lanes;
 
 -- name: arm
--- Ask writers to ring for $1 lanes during the next $2 milliseconds. The transaction id drawn here bounds those that may
--- have enqueued without seeing the flag: every older one that is still in progress at a later snapshot.
-SELECT pg_current_xact_id()::text AS armed_at,
-       max(setval(('fencepost.doorbell_' || lane)::regclass, (extract(epoch FROM clock_timestamp()) * 1000)::bigint + $2::bigint))
+-- Ask writers to ring for $1 lanes during the next $2 milliseconds.
+SELECT max(setval(('fencepost.doorbell_' || lane)::regclass, (extract(epoch FROM clock_timestamp()) * 1000)::bigint + $2::bigint))
 FROM unnest($1::smallint[]) AS lane;
+
+-- name: transaction_id
+-- After arming: every writer that may not have seen the flag has an older transaction id than this one. Drawn in the
+-- arming statement itself it would be older than the flag by a moment.
+SELECT pg_current_xact_id()::text AS bound;
 
 -- name: disarm
 SELECT max(setval(('fencepost.doorbell_' || lane)::regclass, 1)) FROM unnest($1::smallint[]) AS lane;

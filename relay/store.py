@@ -66,7 +66,8 @@ async def translated(statement: str) -> AsyncIterator[None]:
         yield
     except asyncpg.PostgresError as error:
         raise _translate(statement, error) from error
-    except (asyncpg.InterfaceError, OSError, TimeoutError) as error:
+    except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
+        # InternalClientError: the server's farewell has arrived on a pooled connection and its end has not, yet.
         raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
 
 
@@ -144,8 +145,8 @@ class Store:
                 # The server became a reader under open connections; new ones follow the address to the writer.
                 await self._pool.expire_connections()
                 raise
-            except (TimeoutError, asyncio.CancelledError):
-                # asyncpg would wait without bound for the server's word on the cancelled statement.
+            except (TimeoutError, asyncio.CancelledError, asyncpg.InternalClientError):
+                # asyncpg would wait without bound for the server's word on the cancelled statement, or use it again.
                 connection.terminate()
                 raise
             finally:
@@ -230,10 +231,10 @@ class Store:
         rows = await self._fetch("claim", self._relay_id, lease_seconds, most, held)
         return {row["lane"]: row["lease_generation"] for row in rows}
 
-    async def renew(self, generations: Mapping[int, int], lease_seconds: float) -> frozenset[int]:
-        """Extend leases; the lanes still held."""
+    async def renew(self, generations: Mapping[int, int], lease_seconds: float) -> Mapping[int, int]:
+        """Extend leases; each lane still held, with the sequence of its newest receipt (0: none)."""
         rows = await self._fetch("renew", self._relay_id, list(generations), list(generations.values()), lease_seconds)
-        return frozenset(row["lane"] for row in rows)
+        return {row["lane"]: row["newest"] for row in rows}
 
     async def release(self, generations: Mapping[int, int]) -> frozenset[int]:
         """Give lanes up; those that were still ours."""
@@ -254,7 +255,8 @@ class Store:
 
     async def arm(self, lanes: Sequence[int], milliseconds: int) -> int:
         """Ask writers to ring; the transaction id below which writers may not have seen it."""
-        return int((await self._fetch("arm", lanes, milliseconds))[0]["armed_at"])
+        await self._fetch("arm", lanes, milliseconds)
+        return int((await self._fetch("transaction_id"))[0]["bound"])
 
     async def disarm(self, lanes: Sequence[int]) -> None:
         await self._fetch("disarm", lanes)

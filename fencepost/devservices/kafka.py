@@ -192,7 +192,7 @@ class LocalKafka:
         properties = cluster_properties(len(self._nodes)) | node_properties(node, self._nodes, home / "data")
         _write_properties(home / "server.properties", properties)
         tool = self._command(home, TOOL_OPTIONS, "kafka.tools.StorageTool")
-        tool += ["format", "--cluster-id", cluster, "--config", str(home / "server.properties")]
+        tool += ["format", f"--cluster-id={cluster}", "--config", str(home / "server.properties")]
         with (home / "format.log").open("wb") as log:
             done = subprocess.run(tool, stdout=log, stderr=subprocess.STDOUT, timeout=FORMAT_SECONDS, check=False)
         if done.returncode != 0:

@@ -8,6 +8,9 @@
 --          late_position: the latest snapshot instead of the fixed target would lose rows.
 --   fresh  rows above position. None while a target is set.
 -- The first row returned is the head: lane -1, and this statement's own snapshot in topic.
+-- The xip branch reads at most row_limit + 1 rows a transaction. The xmax branch reads the ids of all that is left of its
+-- set, since id order over several transactions is in no index: such a set needs a bulk transaction that was the newest
+-- of all when a snapshot was taken.
 -- row_limit + 1 late rows tell the caller that the late set does not fit; byte_limit cuts each part after the row
 -- that reaches it, so a single row of any size still passes.
 --

@@ -58,7 +58,7 @@ async def mark(store: Store, lane: int, generation: int, sequence: int, cursor: 
 
 async def rebase(database_url: str, reason: str) -> Result:
     arguments = ["lanes", "rebase", "--reason", reason, "--database-url", database_url]
-    return await asyncio.to_thread(CliRunner().invoke, app(), arguments)
+    return await asyncio.to_thread(lambda: CliRunner().invoke(app(), arguments))
 
 
 async def test_a_restored_outbox_publishes_nothing_until_it_is_rebased_and_then_loses_and_repeats_nothing(

@@ -6,11 +6,13 @@ import pytest
 from pydantic import ValidationError
 
 from fencepost.errors import ConfigurationError
-from relay.settings import ENVIRONMENT_PREFIX, RelaySettings, load_settings
+from relay.settings import ENVIRONMENT_PREFIX, RelaySettings, load_settings, unknown_variables
 
 SECRET = "s3cret-pa55word"
 DATABASE_URL = f"postgresql://relay:{SECRET}@db.internal/app"
 REQUIRED = {"DATABASE_URL": DATABASE_URL, "KAFKA_BOOTSTRAP_SERVERS": "kafka:9092"}
+
+BLANK = "is blank: give it a value, or unset it where it has a default"
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +89,11 @@ def test_white_space_around_the_database_address_is_dropped(monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["database_url", "kafka_bootstrap_servers", "relay_name", "source"])
 def test_a_blank_text_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, blank: str) -> None:
     """OPS-4."""
-    assert refusal(monkeypatch, **{name: blank}) == f"FENCEPOST_{name.upper()} is blank: give it a value, or unset it where it has a default"
+    assert refusal(monkeypatch, **{name: blank}) == f"FENCEPOST_{name.upper()} {BLANK}"
 
 
 def test_a_broker_list_of_commas_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal(monkeypatch, kafka_bootstrap_servers=" , ,") == "FENCEPOST_KAFKA_BOOTSTRAP_SERVERS is blank: give it a value, or unset it where it has a default"
+    assert refusal(monkeypatch, kafka_bootstrap_servers=" , ,") == f"FENCEPOST_KAFKA_BOOTSTRAP_SERVERS {BLANK}"
 
 
 @pytest.mark.parametrize("name", ["batch_rows", "lease_seconds", "wait_for_flush", "wakeup"])
@@ -165,6 +167,14 @@ def test_a_value_out_of_range_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 def test_an_unknown_keyword_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="FENCEPOST_BATCH_ROW:"):
         load_settings({"batch_row": 5})
+
+
+def test_a_mistyped_variable_is_named_and_foreign_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes adds names of services with our prefix, so they are named, not refused."""
+    for name in ("FENCEPOST_BATCH_ROW", "FENCEPOST_BATCH_ROWS", "FENCEPOST_SERVICE_HOST", "FENCEPOST_PORT_9464_TCP"):
+        monkeypatch.setenv(name, "5")
+
+    assert unknown_variables() == ["FENCEPOST_BATCH_ROW"]
 
 
 def test_a_keyword_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
