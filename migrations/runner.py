@@ -4,6 +4,7 @@
 ``-- no transaction`` holds one statement that cannot run inside one (CREATE INDEX CONCURRENTLY, say).
 """
 
+import contextlib
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -87,12 +88,21 @@ async def migrate(
         if dry_run:
             return _pending(shipped, await _applied(connection))
         async with _only_runner(connection):
-            await connection.execute(_STATEMENTS["create_ledger"])
+            await _create_ledger(connection)
             pending = _pending(shipped, await _applied(connection))
             for migration in pending:
                 progress(migration)
                 await _apply(connection, migration)
             return pending
+
+
+async def _create_ledger(connection: asyncpg.Connection) -> None:
+    try:
+        await connection.execute(_STATEMENTS["create_ledger"])
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise ConfigurationError(
+            f"{error}; run `fencepost migrate` as a role that may create schemas and roles in this database"
+        ) from error
 
 
 async def migration_states(database_url: str) -> Sequence[MigrationState]:
@@ -129,7 +139,8 @@ async def _only_runner(connection: asyncpg.Connection) -> AsyncIterator[None]:
         await connection.execute(f"SET lock_timeout = '{_LOCK_TIMEOUT}'")
         yield
     finally:
-        await connection.execute(_STATEMENTS["unlock_runner"])
+        if not connection.is_closed():
+            await connection.execute(_STATEMENTS["unlock_runner"])
 
 
 async def _applied(connection: asyncpg.Connection) -> dict[int, tuple[str, str]]:
@@ -155,10 +166,14 @@ def _pending(shipped: Sequence[Migration], applied: dict[int, tuple[str, str]]) 
 
 async def _apply(connection: asyncpg.Connection, migration: Migration) -> None:
     record = (migration.number, migration.title, migration.checksum)
-    if not migration.transactional:
-        await connection.execute(migration.sql)
-        await connection.execute(_STATEMENTS["record"], *record)
-        return
-    async with connection.transaction():
-        await connection.execute(migration.sql)
-        await connection.execute(_STATEMENTS["record"], *record)
+    try:
+        async with connection.transaction() if migration.transactional else contextlib.nullcontext():
+            await connection.execute(migration.sql)
+            await connection.execute(_STATEMENTS["record"], *record)
+    except asyncpg.PostgresError as error:
+        raise ConfigurationError(f"{migration.title}: {_said(error)}; nothing of this file was applied") from error
+
+
+def _said(error: asyncpg.PostgresError) -> str:
+    hint = getattr(error, "hint", None)
+    return f"{error}; {hint}" if hint and hint not in str(error) else str(error)

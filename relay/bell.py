@@ -111,7 +111,11 @@ class Bell:
     @property
     def armed(self) -> bool:
         """Writers of every held lane ring, for some time yet."""
-        return self.listening and self._armed == tuple(self._lanes()) and lease_clock() < self._armed_until - _ARMED_SECONDS / 2
+        return self.listening and self._armed == tuple(self._lanes()) and self.rearm_in() > 0
+
+    def rearm_in(self) -> float:
+        """Seconds until the flag wants to be renewed."""
+        return max(self._armed_until - _ARMED_SECONDS / 2 - lease_clock(), 0.0)
 
     async def arm(self) -> None:
         """From now on writers ring. Poll once more afterwards: what was committed before did not."""

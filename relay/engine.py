@@ -234,7 +234,7 @@ class Engine:
             await self._sleep(self._wait_seconds)
         else:
             self._wait_seconds = 0.0
-            await self._sleep(interval)
+            await self._sleep(min(interval, self._bell.rearm_in()))
 
     async def _give_way(self) -> None:
         """Under a steady stream: writers do not ring, and get the cores for a moment."""

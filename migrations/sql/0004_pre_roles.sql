@@ -42,6 +42,12 @@ BEGIN
     FOR lane IN 0 .. fencepost.lane_count() - 1 LOOP
         EXECUTE format('GRANT SELECT, UPDATE ON SEQUENCE fencepost.doorbell_%s TO fencepost_relay', lane);
     END LOOP;
+END
+$$;
+
+-- In a block of its own: what an exception handler catches undoes its whole block.
+DO $$
+BEGIN
     -- The relay's horizon metric names who holds back vacuum; without this it sees only its own sessions.
     GRANT pg_read_all_stats TO fencepost_relay, fencepost_operator;
 EXCEPTION WHEN insufficient_privilege THEN
