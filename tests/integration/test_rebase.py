@@ -4,8 +4,7 @@ import asyncio
 
 import asyncpg
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from fencepost.cli import app
 from fencepost.errors import ConfigurationError

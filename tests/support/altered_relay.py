@@ -7,7 +7,7 @@ sequence numbers, which the broker answers with the error that is fatal to an id
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ EXIT_CODE: Final = 9
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 #: Point -> (class, method, whether the process ends before or after the method).
-CRASH_POINTS: Final[Mapping[str, tuple[type, str, bool]]] = {
+CRASH_POINTS: Final[dict[str, tuple[type, str, bool]]] = {
     "before the relay joins": (Store, "join", True),
     "after the relay joined": (Store, "join", False),
     "before a claim": (Store, "claim", True),
@@ -49,7 +49,7 @@ CRASH_POINTS: Final[Mapping[str, tuple[type, str, bool]]] = {
     "after the bell was armed": (Store, "arm", False),
 }
 #: These are reached at a stop that somebody asked for.
-STOP_POINTS: Final[Mapping[str, tuple[type, str, bool]]] = {
+STOP_POINTS: Final[dict[str, tuple[type, str, bool]]] = {
     "before the relay leaves": (Store, "leave", True),
     "after the relay left": (Store, "leave", False),
     "before the producer is discarded": (Producer, "discard", True),
@@ -95,7 +95,6 @@ def jump_at(occurrence: int) -> None:
 
 
 def _wrapped(method: Callable[..., Any], reached: Callable[[], None], *, before: bool) -> Callable[..., Any]:
-    import inspect
 
     @functools.wraps(method)
     def plain(*args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,8 @@ class Ledger:
         connection = await asyncpg.connect(self.url)
         try:
             async with connection.transaction():
-                versions = dict(await connection.fetch("SELECT key, version FROM account WHERE key = ANY ($1) FOR UPDATE", keys))
+                locked = await connection.fetch("SELECT key, version FROM account WHERE key = ANY ($1) FOR UPDATE", keys)
+                versions: dict[str, int] = {row["key"]: row["version"] for row in locked}
                 events = []
                 for number in range(rows):
                     key = keys[number % len(keys)]

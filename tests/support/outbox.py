@@ -47,12 +47,18 @@ class Outbox:
     async def receipts(self, name: str = "") -> int:
         """How many batches were marked, by all relays or by those of one name."""
         return int(
-            await self.connection.fetchval("SELECT count(*) FROM fencepost.receipts WHERE starts_with(relay_id, $1)", f"{name}/" if name else "")
+            await self.connection.fetchval(
+                "SELECT count(*) FROM fencepost.receipts WHERE starts_with(relay_id, $1)", f"{name}/" if name else ""
+            )
         )
 
     async def marked_rows(self) -> int:
         """Rows by receipt: more than rows of the outbox if some were marked twice."""
         return int(await self.connection.fetchval("SELECT coalesce(sum(row_count), 0) FROM fencepost.receipts"))
+
+    async def is_true(self, query: str) -> bool:
+        """Whether a query of one boolean says so."""
+        return bool(await self.connection.fetchval(query))
 
     async def delivered(self) -> set[str]:
         """Event ids that the delivered view names."""

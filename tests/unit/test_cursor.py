@@ -69,6 +69,24 @@ CASES: dict[str, tuple[Cursor, list[PolledRow], dict[str, int], Expected]] = {
     "late rows go before fresh ones": (
         at(9), late_rows(4) + fresh_rows(10), {}, Expected(ids=[4, 10], late=1, cursor=Cursor(position=10, snapshot=TAKEN)),
     ),
+    "late and fresh rows that fit together go together": (
+        at(9),
+        late_rows(4) + fresh_rows(10, 11),
+        {},
+        Expected(ids=[4, 10, 11], late=1, cursor=Cursor(position=11, snapshot=TAKEN)),
+    ),
+    "fresh rows wait where they would make a batch too long": (
+        at(9),
+        late_rows(4, 7) + fresh_rows(10, 11),
+        {},
+        Expected(ids=[4, 7], late=2, cursor=Cursor(position=9, snapshot=TAKEN), more=True),
+    ),
+    "fresh rows wait where they would make a batch too large": (
+        at(9),
+        late_rows(4, size=600) + fresh_rows(10, size=600),
+        {},
+        Expected(ids=[4], late=1, cursor=Cursor(position=9, snapshot=TAKEN), more=True),
+    ),
     "as many late rows as the bound are the whole set": (
         at(9), late_rows(2, 4, 6), {}, Expected(ids=[2, 4, 6], late=3, cursor=Cursor(position=9, snapshot=TAKEN)),
     ),
@@ -191,13 +209,11 @@ def test_a_batch_goes_out_in_id_order(polled: Polled) -> None:
 
 @given(polls())
 def test_a_batch_keeps_to_its_bounds(polled: Polled) -> None:
-    """Each part is bounded in rows, and in bytes but for the row that reaches the bound (DB-8)."""
+    """In rows, and in bytes but for the row that reaches the bound; late and fresh rows together (DB-8)."""
     batch = polled.batch
-    late, fresh = batch.rows[: batch.late_count], batch.rows[batch.late_count :]
 
-    for part in (late, fresh):
-        assert len(part) <= polled.row_limit
-        assert _bytes(part[:-1]) < polled.byte_limit
+    assert len(batch.rows) <= polled.row_limit
+    assert _bytes(batch.rows[:-1]) < polled.byte_limit
 
 
 @given(polls())

@@ -1,0 +1,100 @@
+"""``python -m benchmarks NAME``: run one benchmark, print its tables, write its JSON."""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NoReturn
+
+from benchmarks.drain import drain
+from benchmarks.lab import BenchmarkFailed, Lab, open_lab
+from benchmarks.latency import latency
+from benchmarks.memory import memory
+from benchmarks.poll import poll
+from benchmarks.report import Report
+from benchmarks.writers import writers
+from fencepost.devservices import ServicesError
+
+_NAIVE_SHARE: Final = 60
+_QUICK: Final = {"repeats": 1, "rows": 20_000, "large_rows": 40, "seconds": 2.0}
+_FULL: Final = {"repeats": 3, "rows": 300_000, "large_rows": 400, "seconds": 8.0}
+# A history has to be long to mean something.
+_POLL_ROWS: Final = {True: 20_000, False: 1_000_000}
+
+
+def main() -> int:
+    """Exit code: 0 when it ran, 1 when a side failed or a service could not be had."""
+    options = _parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with open_lab() as lab:
+            report = _BENCHMARKS[options.benchmark](lab, options)
+    except (BenchmarkFailed, ServicesError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    report.write(options.json)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("benchmark", choices=sorted(_BENCHMARKS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, figures and ratios to this file")
+    parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run? The numbers mean little")
+    parser.add_argument("--rows", type=int, help="drain, memory, poll: rows of the backlog (default: 300,000; poll 1,000,000)")
+    parser.add_argument("--large-rows", type=int, help="memory: rows of 1 MB (default: 400)")
+    parser.add_argument("--seconds", type=float, help="latency, writers: length of a window (default: 8)")
+    parser.add_argument("--writers", type=int, help="writers: how many (default: 16)", default=16)
+    parser.add_argument("--wakeup", choices=["listen", "poll"], default="listen", help="latency: the relay's setting")
+    options = parser.parse_args()
+    defaults = _QUICK if options.quick else _FULL
+    if options.benchmark == "poll":
+        defaults = defaults | {"rows": _POLL_ROWS[options.quick]}
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def _drain(lab: Lab, options: argparse.Namespace) -> Report:
+    return drain(lab, repeats=options.repeats, rows=options.rows, naive_rows=max(options.rows // _NAIVE_SHARE, 500))
+
+
+def _latency(lab: Lab, options: argparse.Namespace) -> Report:
+    return latency(lab, repeats=options.repeats, seconds=options.seconds, writers=(1, 4, 16), wakeup=options.wakeup)
+
+
+def _writers(lab: Lab, options: argparse.Namespace) -> Report:
+    return writers(lab, repeats=options.repeats, seconds=options.seconds, count=options.writers, wakeups=("listen", "poll"))
+
+
+def _poll(lab: Lab, options: argparse.Namespace) -> Report:
+    return poll(lab, repeats=options.repeats, rows=options.rows)
+
+
+def _memory(lab: Lab, options: argparse.Namespace) -> Report:
+    return memory(lab, repeats=options.repeats, rows=options.rows, large_rows=options.large_rows)
+
+
+_BENCHMARKS: Final[dict[str, Callable[[Lab, argparse.Namespace], Report]]] = {
+    "drain": _drain,
+    "latency": _latency,
+    "memory": _memory,
+    "poll": _poll,
+    "writers": _writers,
+}
+
+
+def _interrupt(_signal_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

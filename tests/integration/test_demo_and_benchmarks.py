@@ -1,0 +1,191 @@
+"""The demo's and the benchmarks' counting: each counter must be able to fail, and each number is what its name says."""
+
+from dataclasses import replace
+from typing import Final
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks.measure import Mark, delays_ms, growth, rate_between_marks, ratios, rounded, spread, summary_ms
+from benchmarks.poll import buffers_of
+from benchmarks.report import Report
+from benchmarks.writers import Window as WritersWindow
+from benchmarks.writers import neighbours
+from demo import command
+from demo.audit import Audit, Commit, Event, Reading, Window, audit, latencies_ms, percentile
+from demo.audit import summary_ms as audit_summary_ms
+from demo.scenario import Result
+
+JSON_KEYS: Final = (
+    "committed", "published", "lost", "rolled_back_published", "out_of_order", "duplicates", "rate_per_second", "latency_ms",
+)  # fmt: skip
+
+FIRST = Event("id-1", "order-1", 1)
+SECOND = Event("id-2", "order-1", 2)
+OTHER = Event("id-3", "order-2", 1)
+GHOST = Event("id-4", "order-1", 3)
+
+
+def commits(*events: Event) -> list[Commit]:
+    return [Commit(event, 100.0 + place) for place, event in enumerate(events)]
+
+
+def readings(*events: Event) -> list[Reading]:
+    return [Reading(event, 100.5 + place) for place, event in enumerate(events)]
+
+
+def found(*read: Event) -> Audit:
+    """What the audit says of two keys' three committed events and a rolled back one, when these were read."""
+    return audit(commits(FIRST, SECOND, OTHER), {GHOST}, readings(*read))
+
+
+def test_a_clean_run_keeps_every_promise() -> None:
+    clean = found(FIRST, OTHER, SECOND)
+
+    assert clean == Audit(committed=3, published=3, lost=0, rolled_back=1, rolled_back_published=0, out_of_order=0, duplicates=0)
+    assert clean.kept
+
+
+def test_a_lost_event_is_counted() -> None:
+    lossy = found(FIRST, OTHER)
+
+    assert (lossy.lost, lossy.published, lossy.kept) == (1, 2, False)
+
+
+def test_a_published_rollback_is_counted() -> None:
+    haunted = found(FIRST, OTHER, SECOND, GHOST)
+
+    assert (haunted.rolled_back_published, haunted.published, haunted.kept) == (1, 3, False)
+
+
+def test_a_record_that_no_writer_knows_is_counted_as_uncommitted() -> None:
+    assert found(FIRST, OTHER, SECOND, Event("id-9", "order-9", 1)).rolled_back_published == 1
+
+
+def test_a_key_out_of_order_is_counted() -> None:
+    swapped = found(SECOND, FIRST, OTHER)
+
+    assert (swapped.out_of_order, swapped.kept) == (1, False)
+
+
+def test_two_events_with_one_version_of_a_key_are_out_of_order() -> None:
+    twin = replace_version(SECOND, 1)
+
+    assert audit(commits(FIRST, twin), set(), readings(FIRST, twin)).out_of_order == 1
+
+
+def test_a_duplicate_is_counted_and_breaks_no_promise() -> None:
+    repeated = found(FIRST, OTHER, SECOND, FIRST, SECOND, SECOND)
+
+    assert (repeated.duplicates, repeated.out_of_order, repeated.kept) == (3, 0, True)
+
+
+def test_a_record_with_another_version_than_was_written_is_lost_and_uncommitted() -> None:
+    altered = found(FIRST, OTHER, replace_version(SECOND, 7))
+
+    assert (altered.lost, altered.rolled_back_published) == (1, 1)
+
+
+def test_keys_are_not_ordered_among_one_another() -> None:
+    assert found(OTHER, FIRST, SECOND).out_of_order == 0
+
+
+def test_contradicting_books_are_refused() -> None:
+    with pytest.raises(ValueError, match="as committed and as rolled back"):
+        audit(commits(FIRST), {FIRST}, [])
+
+
+def replace_version(event: Event, version: int) -> Event:
+    return event._replace(version=version)
+
+
+def test_latency_counts_commits_of_the_window_until_their_first_reading() -> None:
+    received_at = {FIRST: 100.004, SECOND: 101.25, OTHER: 109.0}
+
+    assert latencies_ms(commits(FIRST, SECOND, OTHER), received_at, Window(100.0, 102.0)) == pytest.approx([4.0, 250.0])
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(value) for value in range(1, 101)]
+
+    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([], 0.5)) == (50.0, 99.0, None)
+    assert audit_summary_ms([3.0]) == {"p50": 3.0, "p99": 3.0}
+
+
+def demo_exit_code(monkeypatch: pytest.MonkeyPatch, outcome: Audit) -> int:
+    result = Result(audit=outcome, rate_per_second=1.0, latency_ms={"p50": 1.0}, latency_ms_during_takeover={"p50": 2.0})
+    monkeypatch.setattr(command, "_run", lambda *_args, **_options: result)
+    root = typer.Typer()
+    root.callback()(lambda: None)
+    command.register(root)
+    return CliRunner().invoke(root, ["demo"]).exit_code
+
+
+@pytest.mark.parametrize("counter", ["lost", "rolled_back_published", "out_of_order"])
+def test_the_demo_fails_when_a_promise_was_broken(monkeypatch: pytest.MonkeyPatch, counter: str) -> None:
+    clean = found(FIRST, OTHER, SECOND)
+
+    assert demo_exit_code(monkeypatch, replace(clean, **{counter: 1})) == 1
+    assert demo_exit_code(monkeypatch, replace(clean, duplicates=5)) == 0
+
+
+def test_the_demo_s_json_has_the_promised_keys() -> None:
+    result = Result(
+        audit=found(FIRST, OTHER, SECOND), rate_per_second=1.0, latency_ms={"p50": 1.0, "p99": 2.0}, latency_ms_during_takeover={}
+    )
+
+    assert tuple(result.as_json())[: len(JSON_KEYS)] == JSON_KEYS
+    assert set(result.as_json()) - set(JSON_KEYS) == {"latency_ms_during_takeover"}
+
+
+def test_a_rate_leaves_out_the_first_mark_and_what_led_to_it() -> None:
+    marks = [Mark(10.0, 500), Mark(10.0, 500), Mark(11.0, 300), Mark(12.0, 300)]
+
+    assert rate_between_marks(marks) == pytest.approx(300)
+
+
+def test_a_rate_of_one_moment_is_refused() -> None:
+    with pytest.raises(ValueError, match="two moments"):
+        rate_between_marks([Mark(10.0, 500)])
+
+
+def test_a_message_that_never_arrived_fails_the_latency() -> None:
+    assert delays_ms({"a": 1.0}, {"a": 1.004, "b": 3.0}) == pytest.approx([4.0])
+    with pytest.raises(ValueError, match="1 of 2 messages never reached"):
+        delays_ms({"a": 1.0, "b": 1.0}, {"a": 1.004})
+
+
+def test_each_repeat_is_compared_with_the_baseline_of_the_same_repeat() -> None:
+    assert ratios([80.0, 90.0], [100.0, 180.0]) == [0.8, 0.5]
+    assert spread([0.5, 0.8, 0.6]) == {"min": 0.5, "median": 0.6, "max": 0.8}
+    assert growth(110.0, 100.0) == pytest.approx(0.1)
+
+
+def test_numbers_keep_three_digits() -> None:
+    assert [rounded(value) for value in (0.0, 0.012345, 1.2345, 123.45, 123456.7)] == [0.0, 0.0123, 1.23, 123.0, 123457.0]
+    assert summary_ms([1.0, 2.0, 3.0]) == {"p50": 2.0, "p99": 3.0, "count": 3}
+
+
+def test_a_window_with_a_relay_is_compared_with_the_windows_beside_it() -> None:
+    windows = [WritersWindow(commits_per_second=float(number), database_us=None) for number in range(5)]
+
+    pairs = [[(a.commits_per_second, b.commits_per_second) for a, b in neighbours(windows, place, 2)] for place in (0, 1)]
+    assert pairs == [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]
+
+
+def test_buffers_are_those_found_and_those_read() -> None:
+    assert buffers_of({"Shared Hit Blocks": 40, "Shared Read Blocks": 8}) == 48
+
+
+def test_a_report_s_json_has_the_promised_shape() -> None:
+    report = Report(
+        benchmark="drain", machine={"cores": 2}, figures={"rows": 5, "ours": {"ms": 1.23456}}, ratios={"x": [1.0, 2.0, 4.0]}
+    )
+
+    assert report.as_json() == {
+        "benchmark": "drain",
+        "machine": {"cores": 2},
+        "figures": {"rows": 5, "ours": {"ms": 1.23}},
+        "ratios": {"x": {"min": 1.0, "median": 2.0, "max": 4.0}},
+    }
