@@ -14,7 +14,7 @@ import structlog
 from fencepost import __version__
 from fencepost.errors import TransientError
 from relay.clock import lease_clock
-from relay.lane import Lane, Receipt, Stopped
+from relay.lane import Flight, Lane, Receipt, Stopped
 from relay.metrics import Metrics
 from relay.settings import RelaySettings
 from relay.share import plan
@@ -165,6 +165,9 @@ class Ownership:
         self._look.set()
 
     async def _release_ready(self) -> None:
+        for lane in self._lanes.values():
+            if lane.releasing and lane.flight is not None and self._waits_for_nothing(lane.flight):
+                lane.flight = None
         # Out of the held lanes before the statement: from then on they may be another's, and no tick takes them for lost.
         for lane in [lane for lane in self._lanes.values() if lane.releasing and lane.idle]:
             del self._lanes[lane.number]
@@ -180,6 +183,13 @@ class Ownership:
         self._metrics.released(len(released))
         self._metrics.stale_refused(len(wanted) - len(released))
         _log.info("lanes_released", lanes=sorted(released))
+
+    def _waits_for_nothing(self, flight: Flight) -> bool:
+        """Nothing of it is on the wire: it waits for a retry, and the successor polls its rows again.
+
+        Rows that were acknowledged would be repeated by that, so a planned hand-over waits for the rest; a stop does not.
+        """
+        return not flight.outstanding and (self._leaving or not flight.offsets)
 
     async def release_all(self) -> None:
         """At a stop: give up every lane at once, whatever it was doing; the publisher has been discarded before."""

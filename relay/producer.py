@@ -21,6 +21,7 @@ __all__ = ["MAX_BATCH_BYTES", "BatchBuilder", "Producer", "ProducerDiscarded", "
 
 # Under Kafka's default of 1,048,588 bytes a record batch; a single larger record makes a batch of its own.
 MAX_BATCH_BYTES: Final = 1_000_000
+_START_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 _QUEUE_SECONDS: Final = 30.0
 
@@ -100,8 +101,10 @@ class Producer:
     async def start(self) -> None:
         """Connect and obtain a producer id. Raises ``TransientError``; nothing is left open then."""
         try:
-            await self._producer.start()
-        except (errors.KafkaError, OSError) as error:
+            # aiokafka goes on for as long as it knows a broker, also when all of them have moved.
+            async with asyncio.timeout(_START_SECONDS):
+                await self._producer.start()
+        except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.discard()
             raise TransientError(f"cannot reach Kafka: {error}") from error
         except BaseException:

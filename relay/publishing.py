@@ -366,7 +366,9 @@ class Publishing:
     async def _learn(self, course: _Course, topic: str, parts: Sequence[_Part]) -> None:
         known = await course.producer.learn_topic(topic, self._deadline)
         if not known:
-            _log.warning("topic_unavailable", topic=topic, remedy="create the topic, or allow the relay to describe and write it")
+            _log.warning(
+                "topic_unavailable", topic=topic, remedy="if Kafka answers: create the topic, or allow the relay to write it"
+            )
             if not course.producer.alive:
                 self._retire(course, _RETIRE_SECONDS)
         for part in parts:

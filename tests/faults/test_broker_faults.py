@@ -108,7 +108,7 @@ async def test_a_stop_works_while_the_broker_is_dead(
             await metric_reaches(relay, 'fencepost_phase_seconds_count{phase="poll"}', polls + 2)
             relay.terminate()
 
-            assert await relay.wait(timeout=3 + 2) == 0
+            assert await relay.wait(timeout=3 + 4) == 0
             assert await outbox.owners() == {}
             assert await outbox.undelivered() == 500
         finally:
@@ -181,6 +181,25 @@ async def test_rows_of_a_missing_topic_wait_for_it_and_only_their_lane_does(
         await eventually(lambda: _is(relay, UNAVAILABLE, 0), message="the lane is no longer stopped")
     assert missing.check(await read_all(kafka, missing.topic)).repeats == 0
     assert good.check(await read_all(kafka, good.topic)).repeats == 0
+
+
+async def test_a_lane_that_stands_still_does_not_hold_up_a_stop(
+    own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
+) -> None:
+    kafka = own_services.bootstrap_servers
+    ledger = await Ledger(own_database_url, f"{await own_topic()}-missing").open()
+    await ledger.fill(200)
+    async with Outbox(own_database_url) as outbox:
+        relay = start_relay(own_database_url, kafka, **LONG_LEASE)
+        await eventually(lambda: len(logged(relay, "topic_unavailable")) > 1, 30, message="the topic is missed")
+        relay.terminate()
+
+        assert await relay.wait(timeout=float(LONG_LEASE["stop_grace_seconds"]) / 3) == 0
+        assert await outbox.owners() == {}
+        await create_topic(kafka, ledger.topic)
+        start_relay(own_database_url, kafka, **LONG_LEASE)
+        await outbox.drained()
+    assert ledger.check(await read_all(kafka, ledger.topic)).repeats == 0
 
 
 async def _is(relay: RelayProcess, name: str, value: float) -> bool:
