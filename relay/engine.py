@@ -99,13 +99,12 @@ class Engine:
         lane.flight = None
         lane.published_at = now = lease_clock()
         rows = flight.batch.rows
-        oldest = min(row["created_at"] for row in rows)
         self._metrics.batch_done(
             rows=len(rows),
-            size=sum(row["record_bytes"] for row in rows),
+            size=flight.acknowledged_bytes,
             late=flight.batch.late_count,
             publish_seconds=now - flight.started_at,
-            age_seconds=_age_seconds(oldest),
+            age_seconds=_age_seconds(rows[0]["created_at"]),
         )
         self._metrics.phase("publish", now - flight.started_at)
         self._want_mark(lane, flight.receipt())

@@ -51,6 +51,7 @@ class Flight:
         self.failed: list[Row] = []
         self.last_error: BaseException | None = None
         self.attempts = 0
+        self.acknowledged_bytes = 0
         self.offsets: Offsets = {}
         self.partition_counts: dict[str, int] = {}
         # None: rows share Kafka batches with other lanes'. Else: none do, and at most so many rows go in one.
@@ -76,15 +77,15 @@ class Flight:
         self.attempts += 1
 
     def receipt(self) -> Receipt:
-        ids = [row["id"] for row in self.batch.rows]
+        rows = self.batch.rows  # in id order: late rows lie below the position, fresh ones above
         return Receipt(
             lane=self.lane.number,
             generation=self.lane.generation,
             sequence=self.sequence,
             cursor=self.batch.cursor,
-            first_id=min(ids, default=None),
-            last_id=max(ids, default=None),
-            row_count=len(ids),
+            first_id=rows[0]["id"] if rows else None,
+            last_id=rows[-1]["id"] if rows else None,
+            row_count=len(rows),
             late_count=self.batch.late_count,
             offsets=self.offsets,
             partition_counts=self.partition_counts,

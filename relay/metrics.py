@@ -92,6 +92,7 @@ class Metrics:
             "fencepost_horizon_age_transactions", "How many transactions the oldest holder lies back", ["holder"],
             registry=registry)  # fmt: skip
         self._topics: set[str] = set()
+        self._acknowledged: dict[str, tuple[Counter, Counter]] = {}
         for reason in _STOP_REASONS:
             self._stopped.labels(reason).set(0)
         for kind in ("ring", "poll", "more"):
@@ -107,9 +108,14 @@ class Metrics:
 
     @_guarded
     def acknowledged(self, topic: str, rows: int, size: int) -> None:
-        name = self._topic(topic)
-        self._published.labels(name, "acknowledged").inc(rows)
-        self._published_bytes.labels(name).inc(size)
+        counters = self._acknowledged.get(topic)
+        if counters is None:
+            name = self._topic(topic)
+            counters = self._published.labels(name, "acknowledged"), self._published_bytes.labels(name)
+            if name == topic:
+                self._acknowledged[topic] = counters
+        counters[0].inc(rows)
+        counters[1].inc(size)
 
     @_guarded
     def not_published(self, topic: str, outcome: str, rows: int) -> None:

@@ -7,6 +7,7 @@ sender and closes the connections instead. Errors of the broker are translated h
 import asyncio
 import contextlib
 import enum
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Final
@@ -76,7 +77,8 @@ class Producer:
             retry_backoff_ms=100,
         )
         self._may_send = may_send
-        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._gone = False
+        self._answers: set[asyncio.Future[int]] = set()
         self._guard_requests()
 
     def _guard_requests(self) -> None:
@@ -95,7 +97,7 @@ class Producer:
         client.send = guarded
 
     def _refuse_untrusted(self) -> None:
-        if self._gone.done() or not self._may_send():
+        if self._gone or not self._may_send():
             raise _LeaseGuard("the lease is no longer trusted; nothing more is sent")
 
     async def start(self) -> None:
@@ -115,7 +117,7 @@ class Producer:
     def alive(self) -> bool:
         """False once a fatal error has ended the sender, or the producer was discarded."""
         sender = self._producer._sender.sender_task
-        return not self._gone.done() and sender is not None and not sender.done()
+        return not self._gone and sender is not None and not sender.done()
 
     def partition_count(self, topic: str) -> int:
         """Partitions of ``topic`` in the metadata at hand; 0 when the topic is not known (yet)."""
@@ -137,40 +139,47 @@ class Producer:
     def new_batch(self) -> "BatchBuilder":
         return self._producer.create_batch()
 
-    async def send(self, builder: "BatchBuilder", topic: str, partition: int) -> int:
+    def send(self, builder: "BatchBuilder", topic: str, partition: int) -> "asyncio.Future[int]":
         """Publish a batch; the offset of its first record once every in-sync replica has it.
 
-        Never gives up by itself: the caller watches the clock and discards. Raises aiokafka's error of the batch,
-        ``ProducerDiscarded``, or ``LeaseLost`` when the lease ended before the request left.
+        Never gives up by itself: the caller watches the clock and discards. The future ends with aiokafka's error of the
+        batch, ``ProducerDiscarded``, or ``LeaseLost`` when the lease ended before the request left. No task a batch: a
+        round of few rows has a batch for each partition, and a task costs more than its rows.
         """
         builder.close()
-        delivery = asyncio.ensure_future(self._deliver(builder, TopicPartition(topic, partition)))
-        try:
-            outcomes: list[asyncio.Future[Any]] = [delivery, self._gone]
-            await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
-            if delivery.done():
-                return delivery.result()
-            raise ProducerDiscarded("the producer was discarded before the broker answered")
-        except _LeaseGuard as error:
-            raise LeaseLost("the lease ended before the batch left") from error
-        finally:
-            delivery.cancel()
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if self._gone:
+            answer.set_exception(ProducerDiscarded("the producer was discarded"))
+            return answer
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        where = TopicPartition(topic, partition)
+        accumulator = self._producer._message_accumulator
+        if accumulator._batches.get(where) or accumulator._exception is not None:
+            # An earlier batch of the partition still waits for its leader, or the producer has failed and says how.
+            waiting = asyncio.ensure_future(self._queue(builder, where))
+            answer.add_done_callback(lambda _: waiting.cancel())
+            waiting.add_done_callback(functools.partial(_pass_on, answer))
+        else:
+            accumulator._append_batch(builder, where).future.add_done_callback(functools.partial(_pass_on, answer))
+        return answer
 
-    async def _deliver(self, builder: "BatchBuilder", partition: TopicPartition) -> int:
+    async def _queue(self, builder: "BatchBuilder", where: TopicPartition) -> Any:
         while True:
             try:
-                future = await self._producer._message_accumulator.add_batch(builder, partition, _QUEUE_SECONDS)
+                future = await self._producer._message_accumulator.add_batch(builder, where, _QUEUE_SECONDS)
                 break
             except errors.KafkaTimeoutError:
-                continue  # an earlier batch of this partition still waits for its leader
-        metadata = await future
-        return int(metadata.offset)
+                continue
+        return await future
 
     async def discard(self) -> None:
         """Stop without sending: cancel the sender, close the connections. What was in the network may still land."""
-        if self._gone.done():
+        if self._gone:
             return
-        self._gone.set_result(None)
+        self._gone = True
+        for answer in list(self._answers):
+            answer.set_exception(ProducerDiscarded("the producer was discarded before the broker answered"))
         producer = self._producer
         producer._closed = True  # or its __del__ would warn that stop() was not called
         sender = producer._sender.sender_task
@@ -186,6 +195,18 @@ class Producer:
             _, pending = await asyncio.wait([sender], timeout=_CLOSE_SECONDS)
             if pending:
                 logging.getLogger(__name__).warning("a discarded producer's sender did not end in time")
+
+
+def _pass_on(answer: "asyncio.Future[int]", delivery: "asyncio.Future[Any]") -> None:
+    error = asyncio.CancelledError() if delivery.cancelled() else delivery.exception()
+    if answer.done():
+        return
+    if isinstance(error, _LeaseGuard):
+        answer.set_exception(LeaseLost("the lease ended before the batch left"))
+    elif error is not None:
+        answer.set_exception(ProducerDiscarded("cancelled") if isinstance(error, asyncio.CancelledError) else error)
+    else:
+        answer.set_result(int(delivery.result().offset))
 
 
 def _cut_connections(client: Any) -> None:

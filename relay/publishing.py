@@ -9,7 +9,9 @@ to a new one, those on their way may finish, and then, or when they take too lon
 """
 
 import asyncio
+import functools
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
@@ -42,31 +44,65 @@ TopicPartition = tuple[str, int]
 class _Part:
     """Rows of one flight within a Kafka batch, side by side from ``first_index``."""
 
-    __slots__ = ("first_index", "flight", "rows")
+    __slots__ = ("append", "builder", "bytes", "first_index", "flight", "rows")
 
-    def __init__(self, flight: Flight, first_index: int) -> None:
+    def __init__(self, flight: Flight, segment: "_Segment") -> None:
         self.flight = flight
-        self.first_index = first_index
+        self.append = segment.builder.append
+        self.first_index = segment.size
         self.rows: list[Row] = []
+        self.bytes = 0
+        self.builder = segment.builder  # not the segment, which holds its parts: a cycle would keep the rows for the collector
+
+    def full(self, bound: int | None, size: int) -> bool:
+        """Whether a row of ``size`` would take the batch over the bytes that its topic's broker was seen to take."""
+        return bound is not None and self.builder.record_count() > 0 and self.builder.size() + size > bound
 
 
 class _Segment:
     """One Kafka batch on its way."""
 
-    __slots__ = ("broker", "builder", "parts", "size", "topic_partition")
+    __slots__ = ("broker", "builder", "parts", "topic_partition")
 
     def __init__(self, topic_partition: TopicPartition, producer: Producer) -> None:
         self.topic_partition = topic_partition
         self.builder = producer.new_batch()
         self.broker = producer.leader(*topic_partition)
         self.parts: list[_Part] = []
-        self.size = 0
+
+    @property
+    def size(self) -> int:
+        """Records in the batch."""
+        return int(self.builder.record_count())
 
     def open_part(self, flight: Flight) -> _Part:
-        part = _Part(flight, self.size)
+        part = _Part(flight, self)
         self.parts.append(part)
         flight.outstanding += 1
         return part
+
+
+class _Target:
+    """A topic while one flight is built: its partitions, and the flight's open part on each."""
+
+    __slots__ = ("bound", "count", "parts", "spread")
+
+    def __init__(self, count: int, bound: int | None) -> None:
+        self.count = count
+        self.bound = bound
+        self.parts: list[_Part | None] = [None] * count
+        # Rows without a key go to one partition a batch, so that batches stay large.
+        self.spread = random.randrange(count) if count else 0  # noqa: S311 - no secret
+
+
+class _Unpublished:
+    """Rows of one flight whose topic is not known (yet)."""
+
+    __slots__ = ("flight", "rows")
+
+    def __init__(self, flight: Flight) -> None:
+        self.flight = flight
+        self.rows: list[Row] = []
 
 
 class _Course:
@@ -219,7 +255,7 @@ class Publishing:
         assert course is not None
         chains: dict[TopicPartition, list[_Segment]] = {}
         shared: dict[TopicPartition, _Segment] = {}
-        unknown: dict[str, list[_Part]] = {}
+        unknown: dict[str, list[_Unpublished]] = {}
         for flight in flights:
             flight.outstanding += 1  # held while its segments are built: it must not settle in between
             open_segments = shared if flight.narrow is None else {}
@@ -228,7 +264,7 @@ class Publishing:
             for segment in chain:
                 for part in segment.parts:
                     course.board(part.flight, segment.broker)
-            self._spawn(self._send(course, chain))
+            self._send_next(course, deque(chain))
         for topic, parts in unknown.items():
             self._spawn(self._learn(course, topic, parts))
         for flight in flights:
@@ -241,89 +277,78 @@ class Publishing:
         flight: Flight,
         open_segments: dict[TopicPartition, _Segment],
         chains: dict[TopicPartition, list[_Segment]],
-        unknown: dict[str, list[_Part]],
+        unknown: dict[str, list[_Unpublished]],
     ) -> None:
-        producer = course.producer
-        headers_of, timestamp_of = self._encoder.headers, self._encoder.timestamp_ms
-        parts: dict[TopicPartition, _Part] = {}
-        counts: dict[str, int] = {}
-        spread = random.randrange(1 << 16)  # noqa: S311 - where keyless rows of this batch go; no secret
-        narrow = flight.narrow
+        producer, encode, narrow = course.producer, self._encoder.encode, flight.narrow
+        targets: dict[str, _Target] = {}
         for row in flight.to_send:
-            topic = row["topic"]
-            count = counts.get(topic)
-            if count is None:
-                count = counts[topic] = producer.partition_count(topic)
-            if not count:
-                self._set_aside(flight, topic, row, unknown)
+            topic, key, payload, timestamp, headers, size = encode(row)
+            target = targets.get(topic)
+            if target is None:
+                target = targets[topic] = _Target(producer.partition_count(topic), self._batch_bytes.get(topic))
+            if not target.count:
+                _set_aside(flight, topic, row, unknown)
                 continue
-            key = row["key"]
-            target = (topic, spread % count if key is None else partition_of(key, count))
-            part = parts.get(target)
-            if part is None or (narrow is not None and len(part.rows) >= narrow):
-                part = parts[target] = self._segment(producer, target, open_segments, chains, full=part is not None).open_part(
-                    flight
-                )
-            segment = open_segments[target]
-            record = (timestamp_of(row), key, row["payload"], headers_of(row))
-            bound = self._batch_bytes.get(topic)
-            if (bound and segment.size and segment.builder.size() + row["record_bytes"] > bound) or not _append(segment, record):
-                part = parts[target] = self._segment(producer, target, open_segments, chains, full=True).open_part(flight)
-                segment = open_segments[target]
-                _append(segment, record)
-            segment.size += 1
+            partition = target.spread if key is None else partition_of(key, target.count)
+            part = target.parts[partition]
+            if part is None or (narrow is not None and len(part.rows) >= narrow) or part.full(target.bound, size):
+                segment = self._segment(producer, (topic, partition), open_segments, chains, full=part is not None)
+                part = target.parts[partition] = segment.open_part(flight)
+            if part.append(timestamp=timestamp, key=key, value=payload, headers=headers) is None:
+                segment = self._segment(producer, (topic, partition), open_segments, chains, full=True)
+                part = target.parts[partition] = segment.open_part(flight)
+                part.append(timestamp=timestamp, key=key, value=payload, headers=headers)
             part.rows.append(row)
+            part.bytes += size
         flight.to_send = ()
-        flight.partition_counts.update(counts)
+        flight.partition_counts.update({topic: target.count for topic, target in targets.items() if target.count})
 
     @staticmethod
     def _segment(
         producer: Producer,
-        target: TopicPartition,
+        where: TopicPartition,
         open_segments: dict[TopicPartition, _Segment],
         chains: dict[TopicPartition, list[_Segment]],
         *,
         full: bool,
     ) -> _Segment:
-        segment = open_segments.get(target)
+        segment = open_segments.get(where)
         if segment is None or full:
-            segment = open_segments[target] = _Segment(target, producer)
-            chains.setdefault(target, []).append(segment)
+            segment = open_segments[where] = _Segment(where, producer)
+            chains.setdefault(where, []).append(segment)
         return segment
 
-    @staticmethod
-    def _set_aside(flight: Flight, topic: str, row: Row, unknown: dict[str, list[_Part]]) -> None:
-        parts = unknown.setdefault(topic, [])
-        if not parts or parts[-1].flight is not flight:
-            parts.append(_Part(flight, 0))
-            flight.outstanding += 1
-        parts[-1].rows.append(row)
-
-    async def _send(self, course: _Course, chain: Sequence[_Segment]) -> None:
+    def _send_next(self, course: _Course, chain: deque[_Segment]) -> None:
         """One partition's batches, one after the other: the second may not pass a first that is refused."""
-        for position, segment in enumerate(chain):
-            topic, partition = segment.topic_partition
-            try:
-                offset = await course.producer.send(segment.builder, topic, partition)
-            except Exception as error:  # noqa: BLE001 - every outcome of a batch is sorted below; none is swallowed
-                self._retire(course, self._deadline)
-                self._failed(course, segment, error)
-                for unsent in chain[position + 1 :]:
-                    self._failed(course, unsent, ProducerDiscarded("an earlier batch of the partition failed"))
-                return
-            self._acknowledged(course, segment, offset)
+        segment = chain[0]
+        answer = course.producer.send(segment.builder, *segment.topic_partition)
+        answer.add_done_callback(functools.partial(self._answered, course, chain))
+
+    def _answered(self, course: _Course, chain: deque[_Segment], answer: "asyncio.Future[int]") -> None:
+        segment = chain.popleft()
+        error = answer.exception()
+        if error is None:
+            self._acknowledged(course, segment, answer.result())
+            if chain:
+                self._send_next(course, chain)
+            return
+        self._retire(course, self._deadline)
+        self._failed(course, segment, error)
+        for unsent in chain:
+            self._failed(course, unsent, ProducerDiscarded("an earlier batch of the partition failed"))
 
     def _acknowledged(self, course: _Course, segment: _Segment, offset: int) -> None:
         topic, partition = segment.topic_partition
         course.answered(segment.broker)
+        self._metrics.acknowledged(topic, segment.size, sum(part.bytes for part in segment.parts))
         for part in segment.parts:
             first = offset + part.first_index
             if part.rows:  # a part whose first row did not fit any more stayed empty
                 part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
-            self._metrics.acknowledged(topic, len(part.rows), sum(row["record_bytes"] for row in part.rows))
+            part.flight.acknowledged_bytes += part.bytes
             self._off_course(course, part.flight, segment.broker)
 
-    def _failed(self, course: _Course, segment: _Segment, error: Exception) -> None:
+    def _failed(self, course: _Course, segment: _Segment, error: BaseException) -> None:
         topic, partition = segment.topic_partition
         refused = verdict(error) is Verdict.REFUSED
         if isinstance(error, errors.MessageSizeTooLargeError) and segment.size > 1:
@@ -343,7 +368,7 @@ class Publishing:
             )
 
     @staticmethod
-    def _narrow(flight: Flight, part: _Part, segment: _Segment, error: Exception) -> None:
+    def _narrow(flight: Flight, part: _Part, segment: _Segment, error: BaseException) -> None:
         if segment.size > 1:
             flight.narrow = max(1, min(segment.size // 2, flight.narrow or segment.size))
             return
@@ -363,7 +388,7 @@ class Publishing:
             self._spawn(self._discard(course))
         self._part_settled(flight)
 
-    async def _learn(self, course: _Course, topic: str, parts: Sequence[_Part]) -> None:
+    async def _learn(self, course: _Course, topic: str, parts: Sequence[_Unpublished]) -> None:
         known = await course.producer.learn_topic(topic, self._deadline)
         if not known:
             _log.warning(
@@ -404,9 +429,12 @@ class Publishing:
                 self._retire(course, _RETIRE_SECONDS)
 
 
-def _append(segment: _Segment, record: tuple[int, bytes | None, bytes | None, list[tuple[str, bytes]]]) -> bool:
-    timestamp, key, value, headers = record
-    return segment.builder.append(timestamp=timestamp, key=key, value=value, headers=headers) is not None
+def _set_aside(flight: Flight, topic: str, row: Row, unknown: dict[str, list[_Unpublished]]) -> None:
+    waiting = unknown.setdefault(topic, [])
+    if not waiting or waiting[-1].flight is not flight:
+        waiting.append(_Unpublished(flight))
+        flight.outstanding += 1
+    waiting[-1].rows.append(row)
 
 
 def _retry_delay(flight: Flight) -> float:

@@ -5,12 +5,12 @@ in every row (id, time, sequence) is encoded by the cheapest means measured. An 
 """
 
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from fencepost import wire
 from relay.cursor import Row
 
-__all__ = ["Header", "RecordEncoder"]
+__all__ = ["Encoded", "Header", "RecordEncoder"]
 
 Header = tuple[str, bytes]
 
@@ -20,15 +20,16 @@ _PER_SECOND: Final = 1_000_000
 _POSTGRES_EPOCH_SECONDS: Final = 946_684_800
 _SPEC: Final[Header] = (wire.CE_SPEC_VERSION, wire.SPEC_VERSION.encode())
 
-_OPTIONAL: Final = (
-    ("content_type", wire.CONTENT_TYPE),
-    ("tenant_id", wire.CE_TENANT_ID),
-    ("run_id", wire.CE_RUN_ID),
-    ("step", wire.CE_STEP),
-    ("operation", wire.CE_OPERATION),
-    ("traceparent", wire.TRACEPARENT),
-    ("tracestate", wire.TRACESTATE),
-)
+
+class Encoded(NamedTuple):
+    """A row as Kafka takes it, with what the publisher needs to know of it. ``timestamp_ms`` is Unix time."""
+
+    topic: str
+    key: bytes | None
+    payload: bytes | None
+    timestamp_ms: int
+    headers: list[Header]
+    record_bytes: int
 
 
 class _Cache(dict[str, Header]):
@@ -46,38 +47,53 @@ class _Cache(dict[str, Header]):
 
 
 class RecordEncoder:
-    """Builds headers for rows of one relay; ``source`` stands in for rows that name none."""
+    """Builds the records of one relay's rows; ``source`` stands in for rows that name none."""
 
     def __init__(self, source: str) -> None:
         self._types = _Cache(wire.CE_TYPE)
         self._sources = _Cache(wire.CE_SOURCE)
         self._default_source: Header = (wire.CE_SOURCE, source.encode())
-        self._optional = [(column, _Cache(name)) for column, name in _OPTIONAL]
+        self._content_types = _Cache(wire.CONTENT_TYPE)
+        self._tenants = _Cache(wire.CE_TENANT_ID)
+        self._runs = _Cache(wire.CE_RUN_ID)
+        self._steps = _Cache(wire.CE_STEP)
+        self._operations = _Cache(wire.CE_OPERATION)
         self._second: int | None = None
         self._second_text = b""
 
-    def headers(self, row: Row) -> list[Header]:
-        """The record's headers in their fixed order, the application's own last."""
-        source = row["source"]
+    def encode(self, row: Row) -> Encoded:
+        """The record of a row: its headers in their fixed order, the application's own last."""
+        (
+            _, row_id, _, record_bytes, created_at, event_id, topic, event_type, key, payload, source, content_type, tenant_id,
+            run_id, step, operation, fencing_token, traceparent, tracestate, header_names, header_values,
+        ) = row  # fmt: skip
         headers = [
             _SPEC,
-            (wire.CE_ID, row["event_id"].encode()),
+            (wire.CE_ID, event_id.encode()),
             self._default_source if source is None else self._sources[source],
-            self._types[row["event_type"]],
-            (wire.CE_TIME, self._time(row["created_at"])),
-            (wire.CE_SEQUENCE, b"%d" % row["id"]),
+            self._types[event_type],
+            (wire.CE_TIME, self._time(created_at)),
+            (wire.CE_SEQUENCE, b"%d" % row_id),
         ]
-        for column, cache in self._optional:
-            text = row[column]
-            if text is not None:
-                headers.append(cache[text])
-        token = row["fencing_token"]
-        if token is not None:
-            headers.append((wire.CE_FENCING_TOKEN, b"%d" % token))
-        names = row["header_names"]
-        if names is not None:
-            headers.extend(zip(names, row["header_values"], strict=True))
-        return headers
+        if content_type is not None:
+            headers.append(self._content_types[content_type])
+        if tenant_id is not None:
+            headers.append(self._tenants[tenant_id])
+        if run_id is not None:
+            headers.append(self._runs[run_id])
+        if step is not None:
+            headers.append(self._steps[step])
+        if operation is not None:
+            headers.append(self._operations[operation])
+        if traceparent is not None:
+            headers.append((wire.TRACEPARENT, traceparent.encode()))
+        if tracestate is not None:
+            headers.append((wire.TRACESTATE, tracestate.encode()))
+        if fencing_token is not None:
+            headers.append((wire.CE_FENCING_TOKEN, b"%d" % fencing_token))
+        if header_names is not None:
+            headers.extend(zip(header_names, header_values, strict=True))
+        return Encoded(topic, key, payload, created_at // 1000 + _POSTGRES_EPOCH_SECONDS * 1000, headers, record_bytes)
 
     def _time(self, microseconds: int) -> bytes:
         # RFC 3339 in UTC; the part down to the second is kept, since neighbours share it.
@@ -86,11 +102,6 @@ class RecordEncoder:
             moment = datetime.fromtimestamp(second + _POSTGRES_EPOCH_SECONDS, UTC)
             self._second, self._second_text = second, moment.strftime("%Y-%m-%dT%H:%M:%S").encode()
         return b"%s.%06dZ" % (self._second_text, fraction)
-
-    @staticmethod
-    def timestamp_ms(row: Row) -> int:
-        """The record's timestamp: ``created_at`` in Unix milliseconds."""
-        return int(row["created_at"]) // 1000 + _POSTGRES_EPOCH_SECONDS * 1000
 
     @staticmethod
     def unix_seconds(microseconds: int) -> float:

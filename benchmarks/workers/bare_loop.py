@@ -28,8 +28,8 @@ INSERT INTO bare_cursor SELECT lane, 0 FROM generate_series(0, 7) AS lane;
 _PAGE: Final = """
 SELECT o.* FROM unnest($1::smallint[], $2::bigint[]) AS c(lane, position)
 CROSS JOIN LATERAL (
-    SELECT lane, id, created_at, event_id::text AS event_id, topic, event_type, key, payload, source, content_type,
-           tenant_id, run_id, step, operation, fencing_token, traceparent, tracestate, header_names, header_values
+    SELECT lane, id, false, record_bytes, created_at, event_id::text AS event_id, topic, event_type, key, payload, source,
+           content_type, tenant_id, run_id, step, operation, fencing_token, traceparent, tracestate, header_names, header_values
     FROM fencepost.outbox AS p WHERE p.lane = c.lane AND p.id > c.position ORDER BY p.lane, p.id LIMIT $3
 ) AS o
 """
@@ -83,21 +83,21 @@ class BareLoop:
         self.marks.append((time.time(), rows))
 
     def _build(self, rows: Sequence[Any]) -> list[tuple[int, Any]]:
-        headers, timestamp, partition_of = self._encoder.headers, self._encoder.timestamp_ms, self._partition_of
+        encode, partition_of = self._encoder.encode, self._partition_of
         create_batch = self._producer.create_batch
         open_batches: dict[int, Any] = {}
         batches: list[tuple[int, Any]] = []
         for row in rows:
-            key = row["key"]
+            _, key, payload, timestamp, headers, _ = encode(row)
             number = partition_of(key)
             batch = open_batches.get(number)
             if batch is None:
                 batch = open_batches[number] = create_batch()
                 batches.append((number, batch))
-            if batch.append(timestamp=timestamp(row), key=key, value=row["payload"], headers=headers(row)) is None:
+            if batch.append(timestamp=timestamp, key=key, value=payload, headers=headers) is None:
                 batch = open_batches[number] = create_batch()
                 batches.append((number, batch))
-                batch.append(timestamp=timestamp(row), key=key, value=row["payload"], headers=headers(row))
+                batch.append(timestamp=timestamp, key=key, value=payload, headers=headers)
         return batches
 
 

@@ -17,7 +17,9 @@ CREATE INDEX ON naive_outbox (id) WHERE published_at IS NULL;
 """
 _COPY: Final = "INSERT INTO naive_outbox SELECT *, NULL FROM fencepost.outbox ORDER BY id LIMIT $1"
 _TAKE: Final = """
-SELECT *, event_id::text AS event_id FROM naive_outbox WHERE published_at IS NULL ORDER BY id LIMIT $1 FOR UPDATE SKIP LOCKED
+SELECT lane, id, false AS late, record_bytes, created_at, event_id::text AS event_id, topic, event_type, key, payload, source,
+       content_type, tenant_id, run_id, step, operation, fencing_token, traceparent, tracestate, header_names, header_values
+FROM naive_outbox WHERE published_at IS NULL ORDER BY id LIMIT $1 FOR UPDATE SKIP LOCKED
 """
 _DONE: Final = "UPDATE naive_outbox SET published_at = now() WHERE id = $1"
 
@@ -50,7 +52,7 @@ async def _relay(connection: "asyncpg.Connection[Any]", producer: AIOKafkaProduc
         async with connection.transaction():
             rows = await connection.fetch(_TAKE, _ROWS)
             for row in rows:
-                await producer.send_and_wait(topic, row["payload"], row["key"], headers=encoder.headers(row))
+                await producer.send_and_wait(topic, row["payload"], row["key"], headers=encoder.encode(row).headers)
                 await connection.execute(_DONE, row["id"])
         if not rows:
             return marks

@@ -5,7 +5,6 @@ The broken model, a producer that is stopped instead of discarded, runs through 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -19,6 +18,7 @@ from tests.support.outbox import Outbox
 from tests.support.publisher import Publisher, row
 from tests.support.records import Record, read_all
 from tests.support.relay_process import RelayFactory
+from tests.support.rows import PolledRow
 from tests.support.topics import TopicFactory
 from tests.support.waiting import eventually
 
@@ -33,9 +33,9 @@ class StoppingProducer(Producer):
         """No guard: the model trusts stop()."""
 
     async def discard(self) -> None:
-        if not self._gone.done():
+        if not self._gone:
             await self._producer.stop()
-            self._gone.set_result(None)
+            self._gone = True
 
 
 def key_of(partition: int) -> str:
@@ -43,7 +43,7 @@ def key_of(partition: int) -> str:
     return next(key for key in map(str, range(1000)) if partition_of(key.encode(), PARTITIONS) == partition)
 
 
-def rows_for(partition: int, numbers: Sequence[int], *, topic: str, payload: bytes = b"old") -> list[dict[str, Any]]:
+def rows_for(partition: int, numbers: Sequence[int], *, topic: str, payload: bytes = b"old") -> list[PolledRow]:
     return [row(number, topic=topic, key=key_of(partition), payload=payload) for number in numbers]
 
 

@@ -29,7 +29,7 @@ LANES: Final = 8
 KEYS: Final = ("a", "f", "j", "o", "d")
 FAR_AWAY: Final = 1 << 40
 # More than any of these tests needs to come to rest.
-ROUNDS: Final = 5_000
+ROUNDS: Final = 1_000
 # What `position` alone amounts to: a snapshot behind which no transaction lies.
 NO_SNAPSHOT: Final = "9223372036854775806:9223372036854775806:"
 

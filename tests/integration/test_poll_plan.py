@@ -72,11 +72,19 @@ def one(connection: "psycopg.Connection[Any]", sql: str) -> Any:
     return row[0]
 
 
-def at_the_end(connection: "psycopg.Connection[Any]") -> Cursors:
+def now(connection: "psycopg.Connection[Any]", *in_progress: int) -> str:
+    """A snapshot of this moment, with these transactions in progress and none of other tests' on the same server.
+
+    Each transaction in progress costs a poll three buffers a lane to look for its rows.
+    """
+    xmax = one(connection, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
+    return f"{min([*in_progress, int(xmax)])}:{xmax}:{','.join(map(str, sorted(in_progress)))}"
+
+
+def at_the_end(connection: "psycopg.Connection[Any]", *in_progress: int) -> Cursors:
     """Every lane behind all rows that there are."""
-    snapshot = one(connection, "SELECT pg_current_snapshot()::text")
     last = one(connection, "SELECT coalesce(max(id), 0) FROM fencepost.outbox")
-    return {lane: Cursor(position=last, snapshot=snapshot) for lane in range(LANES)}
+    return {lane: Cursor(position=last, snapshot=now(connection, *in_progress)) for lane in range(LANES)}
 
 
 def polled(connection: "psycopg.Connection[Any]", cursors: Cursors, *, rows: int = ROWS, size: int = WIDE) -> Cost:
@@ -154,10 +162,6 @@ def test_a_long_backlog_costs_a_poll_nothing(connection: "psycopg.Connection[Any
     assert within(polled(connection, recent), batch)
 
 
-def now(connection: "psycopg.Connection[Any]") -> str:
-    return str(one(connection, "SELECT pg_current_snapshot()::text"))
-
-
 def test_the_cost_is_flat_in_the_size_of_the_table(connection: "psycopg.Connection[Any]") -> None:
     """DB-3, DB-8: the same poll in the middle of tables of four sizes."""
     costs = {}
@@ -226,13 +230,27 @@ def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _nodes(child)
 
 
+def test_transactions_in_progress_cost_a_poll_a_look_each(connection: "psycopg.Connection[Any]") -> None:
+    """Whoever is in progress in the stored snapshot is looked up, by lane, through the index: the same for any table."""
+    fill(connection, 50_000)
+    nobody = polled(connection, at_the_end(connection))
+    first = int(now(connection).split(":")[0])
+    fill(connection, LANES)
+
+    hundred = polled(connection, at_the_end(connection, *range(first - 200, first - 100)))
+
+    assert hundred.rows == nobody.rows
+    assert hundred.buffers <= nobody.buffers + 100 * 3 * LANES
+
+
 def test_a_late_bulk_transaction_costs_each_poll_what_it_returns(connection: "psycopg.Connection[Any]", database_url: str) -> None:
     """A late set of 40,000 rows of one transaction that was in progress, drained in parts."""
     with psycopg.connect(database_url) as bulk:
-        bulk.execute("SELECT pg_current_xact_id()")
+        row = bulk.execute("SELECT pg_current_xact_id()::text").fetchone()
+        assert row is not None
         bulk.execute(FILL, (40_000,))
         fill(connection, LANES)
-        cursors = at_the_end(connection)
+        cursors = at_the_end(connection, int(row[0]))
         bulk.commit()
     target = now(connection)
 

@@ -4,6 +4,7 @@
 sequence numbers, which the broker answers with the error that is fatal to an idempotent producer.
 """
 
+import asyncio
 import functools
 import inspect
 import os
@@ -84,12 +85,12 @@ def jump_at(occurrence: int) -> None:
     remaining = occurrence
     send = Producer.send
 
-    async def jumping(self: Producer, builder: Any, topic: str, partition: int) -> int:
+    def jumping(self: Producer, builder: Any, topic: str, partition: int) -> "asyncio.Future[int]":
         nonlocal remaining
         remaining -= 1
         if remaining == 0:
             self._producer._txn_manager.increment_sequence_number(TopicPartition(topic, partition), 5)
-        return await send(self, builder, topic, partition)
+        return send(self, builder, topic, partition)
 
     Producer.send = jumping  # type: ignore[method-assign]
 

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from relay.clock import lease_clock
 from relay.cursor import ORIGIN, Batch
@@ -12,6 +12,7 @@ from relay.metrics import Metrics
 from relay.producer import Producer
 from relay.publishing import Publishing
 from relay.wire import RecordEncoder
+from tests.support.rows import PolledRow
 from tests.support.waiting import eventually
 
 LEASE_SECONDS: Final = 600.0
@@ -20,23 +21,19 @@ POSTGRES_EPOCH_SECONDS: Final = 946_684_800
 MayConstruct = Callable[..., Producer]
 
 
-def row(number: int, *, topic: str, key: str, payload: bytes) -> dict[str, Any]:
+def row(number: int, *, topic: str, key: str, payload: bytes) -> PolledRow:
     """A row as a poll returns it."""
-    columns = ("source", "content_type", "tenant_id", "run_id", "step", "operation", "traceparent", "tracestate")
-    return dict.fromkeys(columns) | {
-        "id": number,
-        "event_id": str(uuid.UUID(int=number)),
-        "event_type": "test",
-        "created_at": int((time.time() - POSTGRES_EPOCH_SECONDS) * 1_000_000),
-        "topic": topic,
-        "key": key.encode(),
-        "payload": payload,
-        "record_bytes": 256 + len(key) + len(payload),
-        "fencing_token": None,
-        "header_names": None,
-        "header_values": None,
-        "late": False,
-    }
+    return PolledRow(
+        id=number,
+        event_id=str(uuid.UUID(int=number)),
+        event_type="test",
+        created_at=int((time.time() - POSTGRES_EPOCH_SECONDS) * 1_000_000),
+        topic=topic,
+        key=key.encode(),
+        payload=payload,
+        record_bytes=256 + len(key) + len(payload),
+        late=False,
+    )
 
 
 class Publisher:
@@ -71,7 +68,7 @@ class Publisher:
         """Wait for a producer at hand."""
         await eventually(lambda: self.publishing.ready, 30.0, message="there is a producer")
 
-    def flight(self, lane: int, rows: Sequence[dict[str, Any]]) -> Flight:
+    def flight(self, lane: int, rows: Sequence[PolledRow]) -> Flight:
         """A batch of a lane that is held for a long time."""
         held = Lane(
             number=lane, generation=1, trusted_until=lease_clock() + LEASE_SECONDS, cursor=ORIGIN, sequence=0, marked_position=0
