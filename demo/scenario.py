@@ -27,7 +27,7 @@ __all__ = ["Result", "Scenario"]
 
 _PARTITIONS: Final = 6
 _KILL_AT: Final = 0.5
-# A broker that has just started compiles its code while it serves: for some seconds that is what a latency shows.
+# Left out of the latency: broker, database and relays have all just started, and it falls over these seconds.
 _WARM_SECONDS: Final = 3.0
 _TICK_SECONDS: Final = 0.2
 _SETTLE_SECONDS: Final = 30.0

@@ -103,7 +103,7 @@ def result_table(found: Audit, rate: float, latency: dict[str, float | None], ta
     table.add_row("out_of_order", _judged(found.out_of_order), "first read after a later version of its key: must be 0")
     table.add_row("duplicates", f"{found.duplicates:,}", "read again after the kill: delivery is at least once")
     table.add_row("rate_per_second", f"{rate:,.0f}", "events delivered, over the whole run; the writers set it")
-    table.add_row("latency_ms", _milliseconds(latency), "commit to consumer: both relays alive, broker warm")
+    table.add_row("latency_ms", _milliseconds(latency), "commit to consumer: both relays alive, after the first seconds")
     table.add_row("  during the takeover", _milliseconds(takeover), "the same, from the kill until its lanes were taken over")
     return table
 

@@ -13,7 +13,7 @@ _SMOOTHING_SECONDS: Final = 0.2
 _BUSY_ABOVE: Final = 400.0
 _CALM_BELOW: Final = 200.0
 # 20 ms at 2,000 rows a second: some 40 rows a poll.
-_PAUSE_PER_RATE: Final = 1e-5
+_PAUSE_PER_RATE: Final = 2e-5
 
 
 class Pace:
