@@ -48,6 +48,8 @@ def _demo(
     writers: Annotated[int, typer.Option(min=1, max=64, help="Quick writers; a slow one and a bulk one come on top.")] = 8,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the numbers to this file.")] = None,
 ) -> None:
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {json_file.absolute().parent}", param_hint="--json")
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console()
     if not console.is_terminal:

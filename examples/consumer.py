@@ -9,6 +9,7 @@ transaction of the effect.
 import argparse
 import asyncio
 import os
+import sys
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -98,6 +99,8 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, help="stop after so many new messages; without it, go on")
     parser.add_argument("--topic", default=TOPIC)
     options = parser.parse_args()
+    if "FENCEPOST_KAFKA_BOOTSTRAP_SERVERS" not in os.environ:
+        sys.exit("set FENCEPOST_KAFKA_BOOTSTRAP_SERVERS: host:port")
     try:
         asyncio.run(main(os.environ["FENCEPOST_KAFKA_BOOTSTRAP_SERVERS"], options.topic, options.count))
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import random
+import sys
 from collections.abc import Iterable
 
 import asyncpg
@@ -59,6 +60,8 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, help="stop after so many orders; without it, go on")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two orders")
     options = parser.parse_args()
+    if "FENCEPOST_DATABASE_URL" not in os.environ:
+        sys.exit("set FENCEPOST_DATABASE_URL: postgresql://user:password@host:5432/database")
     try:
         asyncio.run(main(os.environ["FENCEPOST_DATABASE_URL"], options.count, options.interval))
     except KeyboardInterrupt:

@@ -4,7 +4,9 @@ Exit codes: 0 done; 1 the answer is no (a check failed, an event is unknown); 2 
 """
 
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Annotated
 
 import typer
 
@@ -14,6 +16,9 @@ from fencepost.errors import FencepostError
 __all__ = ["app", "main"]
 
 _GROUP = "fencepost.commands"
+# What each entry point would have added, and the extra that it needs.
+_COMMANDS = {"relay": ("relay", "status", "trace", "check", "lanes")}
+_EXTRAS = {"demo": "dev"}
 
 
 def _version(wanted: bool) -> None:
@@ -42,14 +47,26 @@ def app() -> typer.Typer:
         try:
             entry.load()(root)
         except ModuleNotFoundError as error:
-            _explain_missing(root, entry.name, error.name or "a package")
+            for command in _COMMANDS.get(entry.name, (entry.name,)):
+                _explain_missing(root, command, _reason(entry, error.name or "a package"))
     return root
 
 
-def _explain_missing(root: typer.Typer, name: str, package: str) -> None:
-    @root.command(name, help=f"Not installed: needs {package}. Install fencepost with its extra, such as fencepost\\[relay].")
-    def missing() -> None:
-        typer.echo(f"fencepost {name} needs {package}: pip install 'fencepost[relay]' (for demo: 'fencepost[dev]')", err=True)
+def _reason(entry: EntryPoint, missing: str) -> str:
+    ours = entry.module.partition(".")[0]
+    if missing.partition(".")[0] == ours:
+        hiding = find_spec(ours)
+        place = hiding.origin if hiding and hiding.origin else "nowhere"
+        return f"Fencepost's package {ours!r} is hidden by another one ({place}): start elsewhere, or rename that one"
+    return f"it needs {missing}: pip install 'fencepost[{_EXTRAS.get(entry.name, 'relay')}]'"
+
+
+def _explain_missing(root: typer.Typer, command: str, reason: str) -> None:
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @root.command(command, help="Not available here; run it to see why.", context_settings=anything)
+    def missing(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+        typer.echo(f"fencepost {command}: {reason}", err=True)
         raise typer.Exit(2)
 
 

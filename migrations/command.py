@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fencepost.errors import ConfigurationError
+from fencepost.addresses import check_database_url
 from migrations.runner import Migration, migrate, migration_states
 
 __all__ = ["register"]
@@ -41,8 +41,7 @@ def _migrate(
     status: Annotated[bool, typer.Option("--status", help="Show every migration and when it was applied.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    if not database_url.strip():
-        raise ConfigurationError("FENCEPOST_DATABASE_URL is required: set it in the environment or give --database-url")
+    database_url = check_database_url(database_url)
     if status:
         _print_status(database_url, as_json=as_json)
         return

@@ -15,6 +15,7 @@ from typing import Literal
 
 import asyncpg
 
+from fencepost.addresses import check_database_url
 from fencepost.errors import ConfigurationError
 from fencepost.statements import load_statements
 
@@ -117,9 +118,11 @@ async def migration_states(database_url: str) -> Sequence[MigrationState]:
 @asynccontextmanager
 async def _connection(database_url: str) -> AsyncIterator[asyncpg.Connection]:
     try:
-        connection = await asyncpg.connect(database_url, timeout=30)
-    except (OSError, ValueError, asyncpg.PostgresError) as error:
+        connection = await asyncpg.connect(check_database_url(database_url), timeout=30)
+    except (OSError, asyncpg.PostgresError) as error:
         raise ConfigurationError(f"FENCEPOST_DATABASE_URL: cannot connect to the database: {error}") from error
+    except (ValueError, asyncpg.InterfaceError) as error:
+        raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address that PostgreSQL's clients take") from error
     try:
         yield connection
     finally:
@@ -144,9 +147,12 @@ async def _only_runner(connection: asyncpg.Connection) -> AsyncIterator[None]:
 
 
 async def _applied(connection: asyncpg.Connection) -> dict[int, tuple[str, str]]:
-    if not await connection.fetchval(_STATEMENTS["ledger_exists"]):
-        return {}
-    rows = await connection.fetch(_STATEMENTS["applied"])
+    try:
+        if not await connection.fetchval(_STATEMENTS["ledger_exists"]):
+            return {}
+        rows = await connection.fetch(_STATEMENTS["applied"])
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise ConfigurationError(f"{error}; grant fencepost_operator or fencepost_relay to this database user") from error
     return {row["number"]: (row["checksum"], row["applied_at"]) for row in rows}
 
 

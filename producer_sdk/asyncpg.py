@@ -51,5 +51,7 @@ async def enqueue_many(connection: "Connection", events: Sequence[Event]) -> lis
 
 
 def _require_transaction(connection: "Connection") -> None:
+    if not hasattr(connection, "is_in_transaction"):
+        raise TypeError("enqueue takes an asyncpg connection; acquire one from the pool, and begin a transaction on it")
     if not connection.is_in_transaction():
         raise TransactionRequired(AUTOCOMMIT)

@@ -110,7 +110,8 @@ class Relay:
                 return store
             except TransientError as error:
                 self._problems = ["database: no answer"]
-                _log.warning("database_unreachable", error=str(error), retry_seconds=_START_PAUSE_SECONDS)
+                remedy = "see FENCEPOST_DATABASE_URL; the relay goes on once the database answers"
+                _log.warning("database_unreachable", error=str(error), retry_seconds=_START_PAUSE_SECONDS, remedy=remedy)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_START_PAUSE_SECONDS):
                         await self._stopping.wait()

@@ -1,6 +1,7 @@
 """``fencepost check``: a preflight that finds a wrong set-up and says how to mend it."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ from relay.settings import RelaySettings, load_settings, unknown_variables
 
 __all__ = ["Finding", "check"]
 
+_SETTINGS: Final = "settings"
+_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _RECENT_ROWS: Final = 200
 _CONNECTIONS: Final = 5
 _LARGEST_BATCH: Final = wire.MAX_PAYLOAD_BYTES + wire.MAX_HEADERS_BYTES + wire.MAX_KEY_BYTES + 8_192
@@ -42,7 +45,8 @@ def check(
 ) -> None:
     """Look at settings, database and broker before a relay starts, or when one misbehaves.
 
-    Reads the same FENCEPOST_* settings as `fencepost relay run`. Exit code 1 if anything fails; warnings do not.
+    Reads the same FENCEPOST_* settings as `fencepost relay run`. Exit code 1 if anything fails, 2 if the
+    settings do; warnings do not count.
 
     Examples:
 
@@ -55,16 +59,17 @@ def check(
         print_json([asdict(finding) for finding in findings])
     else:
         print_table("Preflight", ["check", "status", "what was found", "what to do"], [tuple(asdict(f).values()) for f in findings])
-    if any(finding.status == "fail" for finding in findings):
-        raise typer.Exit(1)
+    failed = [finding.name for finding in findings if finding.status == "fail"]
+    if failed:
+        raise typer.Exit(2 if failed == [_SETTINGS] else 1)
 
 
 async def _all(topics: Sequence[str]) -> list[Finding]:
     try:
         settings = load_settings()
     except ConfigurationError as error:
-        return [Finding(name="settings", status="fail", detail=str(error), remedy="correct the environment")]
-    findings = [Finding(name="settings", status="ok", detail="valid, and their relations hold")]
+        return [Finding(name=_SETTINGS, status="fail", detail=str(error), remedy="correct the environment")]
+    findings = [Finding(name=_SETTINGS, status="ok", detail="valid, and their relations hold")]
     unknown = unknown_variables()
     findings += (
         [_look("variables", not unknown, f"no such setting: {', '.join(unknown)}", "correct or unset them", severe=False)]
@@ -78,7 +83,7 @@ async def _all(topics: Sequence[str]) -> list[Finding]:
             if not any(finding.status == "fail" for finding in findings):
                 seen |= {row["topic"] for row in await inspector.rows("recent_topics", _RECENT_ROWS)}
     except FencepostError as error:
-        findings.append(Finding(name="database", status="fail", detail=str(error), remedy="see FENCEPOST_DATABASE_URL"))
+        findings.append(Finding(name="database", status="fail", detail=str(error), remedy="mend this first; later checks need it"))
     findings += await _kafka(settings, sorted(seen))
     return findings
 
@@ -155,12 +160,15 @@ async def _kafka(settings: RelaySettings, topics: Sequence[str]) -> list[Finding
             await client.close()
     except (KafkaError, OSError, TimeoutError) as error:
         await client.close()
-        remedy = "see FENCEPOST_KAFKA_BOOTSTRAP_SERVERS; rows wait meanwhile and are not lost"
-        return [Finding(name="kafka", status="fail", detail=f"{type(error).__name__}: {error}", remedy=remedy)]
+        remedy = "is Kafka up, and FENCEPOST_KAFKA_BOOTSTRAP_SERVERS right? Rows wait meanwhile and are not lost"
+        detail = f"{settings.kafka_bootstrap_servers} does not answer ({type(error).__name__})"
+        return [Finding(name="kafka", status="fail", detail=detail, remedy=remedy)]
 
 
 async def _topic(client: AIOKafkaAdminClient, topic: str) -> list[Finding]:
     name = f"topic {topic}"
+    if not _TOPIC.fullmatch(topic):
+        return [Finding(name=name, status="fail", detail="no topic can have this name", remedy="use a-z A-Z 0-9 . _ - only")]
     described = (await client.describe_topics([topic]))[0]
     if described["error_code"]:
         return [Finding(name=name, status="fail", detail="does not exist", remedy="create it; its lanes stand still until then")]

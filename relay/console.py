@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fencepost.errors import ConfigurationError
+from fencepost.addresses import check_database_url
+from fencepost.errors import TransientError
 from fencepost.statements import load_statements
 from relay.store import translated
 
@@ -18,6 +19,7 @@ __all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "print_json",
 
 _SQL: Final = load_statements("relay", "inspection.sql")
 _TIMEOUT_SECONDS: Final = 30
+_WRITERS: Final = {"rebase": "the role that owns the schema"}
 
 DatabaseUrl = Annotated[str, typer.Option("--database-url", envvar="FENCEPOST_DATABASE_URL", help="Database of the outbox.")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -30,20 +32,21 @@ class Inspector:
         self.connection = connection
 
     async def rows(self, name: str, *arguments: object) -> Sequence[Any]:
-        async with translated(name):
+        async with translated(name, role=_WRITERS.get(name, "fencepost_operator (to look) or fencepost_relay (to relay)")):
             return await self.connection.fetch(_SQL[name], *arguments, timeout=_TIMEOUT_SECONDS)
 
 
 @asynccontextmanager
 async def inspecting(database_url: str) -> AsyncIterator[Inspector]:
     """An inspector, connected. Raises ``ConfigurationError`` without an address, ``TransientError`` without an answer."""
-    if not database_url.strip():
-        raise ConfigurationError("FENCEPOST_DATABASE_URL is required: set it in the environment or give --database-url")
-    async with translated("connect"):
-        try:
-            connection = await asyncpg.connect(database_url.strip(), timeout=10)
-        except ValueError as error:
-            raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address like postgresql://user@host/database") from error
+    address = check_database_url(database_url)
+    try:
+        async with translated("connect"):
+            connection = await asyncpg.connect(address, timeout=10)
+    except TransientError as error:
+        raise TransientError(
+            f"FENCEPOST_DATABASE_URL: the database does not answer ({error}); is it up, and the address right?"
+        ) from error
     try:
         yield Inspector(connection)
     finally:
@@ -55,7 +58,9 @@ def print_json(value: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a name that is cut cannot be looked up
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console().print(table)

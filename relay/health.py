@@ -60,7 +60,8 @@ class HealthServer:
             )
         except OSError as error:
             raise ConfigurationError(
-                f"FENCEPOST_HTTP_HOST, FENCEPOST_HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}"
+                f"FENCEPOST_HTTP_HOST, FENCEPOST_HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}; "
+                "give each relay of a machine a port of its own (0 picks one)"
             ) from error
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)

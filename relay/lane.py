@@ -5,12 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fencepost.errors import TransientError
 from relay.clock import lease_clock
 from relay.cursor import Batch, Cursor, Row
 
-__all__ = ["Flight", "Lane", "Receipt", "Stopped"]
+__all__ = ["Flight", "Lane", "Receipt", "Stopped", "TopicUnavailable"]
 
 Offsets = dict[str, dict[int, tuple[int, int]]]
+
+
+class TopicUnavailable(TransientError):
+    """The topic does not exist, or not yet; or nobody answers who would know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,14 +133,16 @@ class Lane:
 
     def stopped(self, since: float) -> Stopped | None:
         """Why this lane stands still, if it does: a refused row, or a batch that has been under way since before ``since``."""
-        if self.refusal is not None or self.flight is None or self.flight.started_at >= since:
+        if self.refusal is not None or self.flight is None:
             return self.refusal
         error = self.flight.last_error
+        if self.flight.started_at >= since and not isinstance(error, TopicUnavailable):
+            return None
         waiting = self.flight.to_send
         return Stopped(
             reason="unavailable",
             topic=waiting[0]["topic"] if waiting else None,
-            error=f"{type(error).__name__}: {error}" if error else "no answer from the broker",
+            error=str(error) or type(error).__name__ if error else "no answer from the broker",
         )
 
     @property

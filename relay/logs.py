@@ -24,7 +24,7 @@ def configure_logs(level: str, relay_id: str) -> None:
     )
     structlog.contextvars.bind_contextvars(relay_id=relay_id)
     logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
-    logging.getLogger("aiokafka").setLevel(logging.ERROR)
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 
 class _ToStructlog(logging.Handler):

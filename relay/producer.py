@@ -227,4 +227,4 @@ def _end_metadata_waits(client: Any) -> None:
         waiting.set_result(False)
 
 
-logging.getLogger("aiokafka").setLevel(logging.ERROR)
+logging.getLogger("aiokafka").setLevel(logging.CRITICAL)

@@ -21,7 +21,7 @@ from aiokafka import errors
 from fencepost.errors import LeaseLost, TransientError
 from relay.clock import lease_clock
 from relay.cursor import Row
-from relay.lane import Flight, Stopped
+from relay.lane import Flight, Stopped, TopicUnavailable
 from relay.metrics import Metrics
 from relay.partitioner import partition_of
 from relay.producer import Producer, ProducerDiscarded, Verdict, verdict
@@ -189,7 +189,12 @@ class Publishing:
                 try:
                     await course.producer.start()
                 except TransientError as error:
-                    _log.warning("kafka_unreachable", error=str(error), retry_seconds=round(pause, 2))
+                    _log.warning(
+                        "kafka_unreachable",
+                        error=str(error),
+                        retry_seconds=round(pause, 2),
+                        remedy="see FENCEPOST_KAFKA_BOOTSTRAP_SERVERS",
+                    )
                     await asyncio.sleep(_jittered(pause))
                     pause = min(pause * 2, _RETRY_MOST_SECONDS)
                 except Exception:  # noqa: BLE001 - a library fault must not end the building of producers; it is logged whole
@@ -397,7 +402,7 @@ class Publishing:
             if not course.producer.alive:
                 self._retire(course, _RETIRE_SECONDS)
         for part in parts:
-            part.flight.fail(part.rows, TransientError(f"topic {topic} is not available"))
+            part.flight.fail(part.rows, TopicUnavailable("it does not exist, as far as Kafka answers"))
             if known:
                 part.flight.attempts = 0
             else:

@@ -2,12 +2,13 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from fencepost.addresses import check_bootstrap_servers, check_database_url
 from fencepost.errors import ConfigurationError
 
 __all__ = ["ENVIRONMENT_PREFIX", "RelaySettings", "load_settings", "unknown_variables"]
@@ -15,10 +16,19 @@ __all__ = ["ENVIRONMENT_PREFIX", "RelaySettings", "load_settings", "unknown_vari
 ENVIRONMENT_PREFIX = "FENCEPOST_"
 
 
-def _broker_list(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    return ",".join(part.strip() for part in value.split(",") if part.strip())
+def _database_url(value: SecretStr) -> SecretStr:
+    return SecretStr(_checked(check_database_url, value.get_secret_value()))
+
+
+def _brokers(value: str) -> str:
+    return _checked(check_bootstrap_servers, value)
+
+
+def _checked(check: Callable[[str], str], value: str) -> str:
+    try:
+        return check(value)
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from None
 
 
 class RelaySettings(BaseSettings):
@@ -26,11 +36,11 @@ class RelaySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", env_ignore_empty=False)
 
-    database_url: Annotated[SecretStr, Field(min_length=1)] = Field(
+    database_url: Annotated[SecretStr, Field(min_length=1), AfterValidator(_database_url)] = Field(
         description="PostgreSQL address of the database that holds the outbox. Required; a direct connection is best: "
         "through a transaction pooler set FENCEPOST_WAKEUP=poll."
     )
-    kafka_bootstrap_servers: Annotated[str, BeforeValidator(_broker_list), Field(min_length=1)] = Field(
+    kafka_bootstrap_servers: Annotated[str, Field(min_length=1), AfterValidator(_brokers)] = Field(
         description="Kafka brokers to start from, host:port, separated by commas. Required."
     )
     relay_name: Annotated[str, Field(min_length=1, max_length=200)] = Field(
@@ -51,11 +61,11 @@ class RelaySettings(BaseSettings):
         description="Longest wait between two polls: what a lost ring or a raw INSERT can cost. Defaults to 200.",
     )
     pace_max_ms: int = Field(
-        20,
+        30,
         ge=0,
         le=1_000,
         description="Most latency that pacing may add under a steady stream, to leave the cores to the writers. "
-        "0 polls as fast as it can. Defaults to 20.",
+        "0 polls as fast as it can. Defaults to 30.",
     )
     batch_rows: int = Field(
         1_000, ge=1, le=20_000, description="Most rows of one lane in a batch. Defaults to 1000: larger ones gain little."
@@ -151,7 +161,7 @@ def _explain(detail: Mapping[str, object]) -> str:
         return f"{name} is required: set it in the environment"
     if not str(detail.get("input", "x")).strip(" ,"):
         return f"{name} is blank: give it a value, or unset it where it has a default"
-    return f"{name}: {message}"
+    return message if message.startswith(name) else f"{name}: {message}"
 
 
 def unknown_variables() -> list[str]:

@@ -79,6 +79,6 @@ def _advice(lanes: Sequence[Mapping[str, Any]], relays: Sequence[Mapping[str, An
         elif stopped:
             lines.append(
                 f"Lane {lane['lane']} waits for topic {stopped['topic'] or '(unknown)'}: {stopped['error']}. "
-                "Once the topic has a working leader it goes on by itself."
+                "Create it, or bring its partitions' leaders back; the relay goes on by itself."
             )
     return lines

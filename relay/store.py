@@ -60,18 +60,20 @@ class Installation:
 
 
 @asynccontextmanager
-async def translated(statement: str) -> AsyncIterator[None]:
+async def translated(statement: str, *, role: str = "fencepost_relay") -> AsyncIterator[None]:
     """Foreign errors in, Fencepost's out, cause kept: ``TransientError`` if waiting helps, else ``ConfigurationError``."""
     try:
         yield
     except asyncpg.PostgresError as error:
-        raise _translate(statement, error) from error
+        raise _translate(statement, error, role) from error
+    except (asyncpg.ClientConfigurationError, ValueError) as error:
+        raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address that PostgreSQL's clients take") from error
     except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
         # InternalClientError: the server's farewell has arrived on a pooled connection and its end has not, yet.
         raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
 
 
-def _translate(statement: str, error: asyncpg.PostgresError) -> Exception:
+def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Exception:
     state = error.sqlstate or ""
     if state[:2] in _TRANSIENT_CLASSES or state in {_READ_ONLY, _LOCK_NOT_AVAILABLE}:
         return TransientError(f"{statement}: {state} {error}")
@@ -80,11 +82,11 @@ def _translate(statement: str, error: asyncpg.PostgresError) -> Exception:
     if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
         return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
     if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
-        return ConfigurationError(f"the schema is missing or older than this relay ({error}); run `fencepost migrate`")
+        return ConfigurationError(f"the schema is missing or older than this version ({error}); run `fencepost migrate`")
     if isinstance(error, asyncpg.ObjectInUseError):
         return ConfigurationError(f"{error.message}; {error.hint}" if error.hint else str(error))
     if isinstance(error, asyncpg.InsufficientPrivilegeError):
-        return ConfigurationError(f"{error}; grant the role fencepost_relay to the relay's database user")
+        return ConfigurationError(f"{error}; grant {role} to this database user")
     return error
 
 
