@@ -21,7 +21,7 @@ from benchmarks.report import Report
 __all__ = ["Drained", "drain", "drain_with_relay"]
 
 PARTITIONS: Final = 8
-_PAGES: Final = (1_000, 2_000)
+_PAGES: Final = (1_000, 3_000)
 _SAMPLE_SECONDS: Final = 0.02
 # Memory is looked at more often than the receipts are counted.
 _SAMPLES_A_LOOK: Final = 5
