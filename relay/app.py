@@ -10,6 +10,7 @@ import gc
 import secrets
 import signal
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -55,6 +56,14 @@ async def verify_installation(store: Store) -> str:
     return installation.installation_id
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    engine: Engine
+    publishing: Publishing
+    ownership: Ownership
+    bell: Bell | None
+
+
 class Relay:
     """One relay. ``run`` returns after a stop that was asked for, and raises on a fault that a restart must mend."""
 
@@ -66,6 +75,7 @@ class Relay:
         self._lanes: dict[int, Lane] = {}
         self._ticked_at = lease_clock()
         self._problems: list[str] = ["starting"]
+        self._stuck_seconds = 0.0
         self._fault: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.health: HealthServer | None = None
 
@@ -117,7 +127,8 @@ class Relay:
                         await self._stopping.wait()
         return None
 
-    async def _run_parts(self, store: Store) -> None:
+    def _assemble(self, store: Store) -> _Parts:
+        """Build the parts and tell them of one another. Nothing runs yet."""
         settings = self._settings
         bell: Bell | None = None
         if settings.wakeup == "listen":
@@ -150,35 +161,43 @@ class Relay:
             taken_back=engine.mark_taken_back,
         )
         engine.connect(publishing, ownership)
-        publishing.open()
-        parts: list[Coroutine[Any, Any, None]] = [
-            engine.poll_forever(),
-            engine.mark_forever(),
-            self._own(publishing, ownership),
-            self._watch(engine, publishing, ownership),
-            self._measure(store),
-        ]
-        if bell is not None:
-            parts.append(bell.run())
+        return _Parts(engine=engine, publishing=publishing, ownership=ownership, bell=bell)
+
+    async def _run_parts(self, store: Store) -> None:
+        parts = self._assemble(store)
+        parts.publishing.open()
         _tune_garbage_collection()
         if unknown := unknown_variables():
             _log.warning("unknown_variables", names=unknown)
-        _log.info("relay_started", version=__version__, name=settings.relay_name, wakeup=settings.wakeup)
-        tasks = [asyncio.create_task(part) for part in parts]
+        _log.info("relay_started", version=__version__, name=self._settings.relay_name, wakeup=self._settings.wakeup)
+        tasks = [asyncio.create_task(work) for work in self._work(parts, store)]
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             ends: list[asyncio.Future[Any]] = [*tasks, stopping, self._fault]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._stopping.is_set() and not self._fault.done():
-                await self._finish(engine, ownership)
+                await self._finish(parts)
         finally:
             stopping.cancel()
-            await self._end(tasks, bell, publishing, ownership, engine)
+            await self._end(tasks, parts)
         if self._fault.done():
             raise InvariantViolated("a step of the relay failed in an unforeseen way; the process ends") from self._fault.result()
         for task in tasks:
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+
+    def _work(self, parts: _Parts, store: Store) -> list[Coroutine[Any, Any, None]]:
+        """What runs side by side until the stop."""
+        work = [
+            parts.engine.poll_forever(),
+            parts.engine.mark_forever(),
+            self._own(parts),
+            self._watch(parts),
+            self._measure(store),
+        ]
+        if parts.bell is not None:
+            work.append(parts.bell.run())
+        return work
 
     def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback that failed has left a step undone, which nothing would ever notice: the process ends, its leases run
@@ -197,13 +216,14 @@ class Relay:
             may_send=may_send,
         )
 
-    async def _own(self, publishing: Publishing, ownership: Ownership) -> None:
+    async def _own(self, parts: _Parts) -> None:
         # A relay joins the fleet once it can publish: until then the others' shares are not cut for it.
-        await publishing.first_ready.wait()
-        await ownership.run()
+        await parts.publishing.first_ready.wait()
+        await parts.ownership.run()
 
-    async def _watch(self, engine: Engine, publishing: Publishing, ownership: Ownership) -> None:
+    async def _watch(self, parts: _Parts) -> None:
         """Ten times a second: what the clock decides."""
+        engine, publishing, ownership = parts.engine, parts.publishing, parts.ownership
         while True:
             self._ticked_at = now = lease_clock()
             ownership.expire()
@@ -237,30 +257,28 @@ class Relay:
                 _log.warning("measure_failed", error=str(error))
             await asyncio.sleep(_BACKLOG_SECONDS)
 
-    async def _finish(self, engine: Engine, ownership: Ownership) -> None:
+    async def _finish(self, parts: _Parts) -> None:
         _log.info("relay_stopping", lanes=sorted(self._lanes), grace_seconds=self._settings.stop_grace_seconds)
-        engine.draining = True
+        parts.engine.draining = True
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
-                await ownership.leave()
+                await parts.ownership.leave()
         except (TransientError, TimeoutError) as error:
             _log.warning("leave_failed", error=str(error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.stop_grace_seconds):
-                await ownership.without_lanes()
+                await parts.ownership.without_lanes()
 
-    async def _end(
-        self, tasks: list[asyncio.Task[None]], bell: Bell | None, publishing: Publishing, ownership: Ownership, engine: Engine
-    ) -> None:
+    async def _end(self, tasks: list[asyncio.Task[None]], parts: _Parts) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await publishing.close()  # before the release: nothing of ours may leave once another may own the lanes
+        await parts.publishing.close()  # before the release: nothing of ours may leave once another may own the lanes
         try:
             async with asyncio.timeout(_LEAVE_SECONDS):
-                if bell is not None:
-                    await bell.disarm()
-                await ownership.release_all()
+                if parts.bell is not None:
+                    await parts.bell.disarm()
+                await parts.ownership.release_all()
         except (FencepostError, TimeoutError) as error:
             _log.warning("release_failed", error=str(error), consequence="the lanes become free when their leases end")
         _log.info("relay_stopped")
@@ -269,7 +287,7 @@ class Relay:
         problems = []
         if lease_clock() - self._ticked_at > _LOOP_STALLED_SECONDS:
             problems.append("the event loop stands still")
-        if getattr(self, "_stuck_seconds", 0.0) > max(_LOOP_STALLED_SECONDS, self._settings.lease_seconds) and not self._problems:
+        if self._stuck_seconds > max(_LOOP_STALLED_SECONDS, self._settings.lease_seconds) and not self._problems:
             problems.append("lanes are held and not polled")
         return problems
 

@@ -38,7 +38,7 @@ class RelaySettings(BaseSettings):
 
     database_url: Annotated[SecretStr, Field(min_length=1), AfterValidator(_database_url)] = Field(
         description="PostgreSQL address of the database that holds the outbox. Required; a direct connection is best: "
-        "through a transaction pooler set FENCEPOST_WAKEUP=poll."
+        "through a transaction pooler, which must keep prepared statements, set FENCEPOST_WAKEUP=poll."
     )
     kafka_bootstrap_servers: Annotated[str, Field(min_length=1), AfterValidator(_brokers)] = Field(
         description="Kafka brokers to start from, host:port, separated by commas. Required."
