@@ -159,6 +159,6 @@ def test_a_pool_of_asyncpg_cannot_stand_for_a_connection(database_url: str) -> N
         async with asyncpg.create_pool(database_url, min_size=1, max_size=1) as pool:
             await producer_sdk.asyncpg.enqueue(pool, event())  # type: ignore[arg-type]
 
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError, match="acquire one from the pool"):
         asyncio.run(enqueue_on_a_pool())
     assert count(database_url) == 0
