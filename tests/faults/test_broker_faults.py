@@ -37,6 +37,7 @@ async def oldest_age(relay: RelayProcess) -> float:
 async def test_an_outage_longer_than_every_deadline_costs_nothing_but_time(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """KAFKA-6, ORDER-1: no attempt is spent, nothing is parked, first appearances stay in order."""
     kafka, broker = own_services.bootstrap_servers, own_services.broker
     ledger = await Ledger(own_database_url, await own_topic()).open()
     done = asyncio.Event()
@@ -72,6 +73,7 @@ async def test_an_outage_longer_than_every_deadline_costs_nothing_but_time(
 async def test_a_send_without_an_answer_is_no_delivery(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """KAFKA-2."""
     kafka, broker = own_services.bootstrap_servers, own_services.broker
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with Outbox(own_database_url) as outbox:
@@ -95,6 +97,7 @@ async def test_a_send_without_an_answer_is_no_delivery(
 async def test_a_stop_works_while_the_broker_is_dead(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """KAFKA-3."""
     kafka, broker = own_services.bootstrap_servers, own_services.broker
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with Outbox(own_database_url) as outbox:
@@ -121,6 +124,7 @@ async def test_a_stop_works_while_the_broker_is_dead(
 async def test_a_broker_that_stands_still_for_less_than_the_deadline_gets_no_row_twice(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-12."""
     kafka, broker = own_services.bootstrap_servers, own_services.broker
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with Outbox(own_database_url) as outbox:
@@ -145,6 +149,7 @@ async def test_a_broker_that_stands_still_for_less_than_the_deadline_gets_no_row
 async def test_a_broker_that_needs_half_the_deadline_for_each_answer_gets_no_row_twice(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-12, with several batches a partition."""
     kafka = own_services.bootstrap_servers
     # One partition and rows large enough that a lane's batch is several of Kafka's, each with an answer of its own.
     ledger = await Ledger(own_database_url, await own_topic(partitions=1)).open()
@@ -163,6 +168,7 @@ async def test_a_broker_that_needs_half_the_deadline_for_each_answer_gets_no_row
 async def test_rows_of_a_missing_topic_wait_for_it_and_only_their_lane_does(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """ORDER-9 and PARK-4, as far as they hold before holds exist: the lane stands still, the others flow."""
     kafka = own_services.bootstrap_servers
     missing = await Ledger(own_database_url, f"{await own_topic()}-missing", keys=("key-1",)).open()
     good = await Ledger(own_database_url, await own_topic()).open()
@@ -210,6 +216,7 @@ async def _is(relay: RelayProcess, name: str, value: float) -> bool:
 async def test_a_row_that_the_broker_refuses_stops_its_lane_loudly_and_goes_once_the_limit_allows(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """PARK-5, before holds exist: neither skipped nor lost, and no other lane repeats a row."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with Outbox(own_database_url) as outbox:
@@ -260,6 +267,7 @@ async def test_batches_too_large_for_a_topic_are_cut_until_they_fit(
 async def test_a_fatal_sequence_error_costs_a_producer_and_nothing_else(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_altered: AlteredFactory
 ) -> None:
+    """KAFKA-1."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     await ledger.fill(3_000)

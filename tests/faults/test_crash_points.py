@@ -52,6 +52,7 @@ class Tail:
 async def test_whatever_point_a_relay_ends_at_nothing_is_lost_and_only_unmarked_rows_go_twice(
     database_url: str, kafka: str, topic: TopicFactory, start_altered: AlteredFactory, start_relay: RelayFactory
 ) -> None:
+    """ORDER-8, KAFKA-5."""
     ledger = await Ledger(database_url, await topic()).open()
     topic_tail = Tail()
     async with Outbox(database_url) as outbox:

@@ -35,6 +35,7 @@ async def terminate(outbox: Outbox, application: str) -> int:
 async def test_rows_flow_while_the_listening_connection_is_gone_and_it_comes_back(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """DB-2."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with Outbox(own_database_url) as outbox:
@@ -59,6 +60,7 @@ async def test_rows_flow_while_the_listening_connection_is_gone_and_it_comes_bac
 async def test_sessions_that_end_while_a_huge_transaction_is_drained_make_no_row_go_twice(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """DB-13."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     await ledger.fill(10_000)
@@ -127,6 +129,7 @@ async def _name(outbox: Outbox) -> str:
 async def test_a_relay_without_its_database_sends_nothing_past_its_lease_and_comes_back(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-11."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with KafkaProxy(kafka) as proxy, Outbox(own_database_url) as outbox:
@@ -156,6 +159,7 @@ async def test_a_relay_without_its_database_sends_nothing_past_its_lease_and_com
 async def test_connections_that_the_network_cuts_silently_are_replaced(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """DB-10, DB-2: a wait for the database is bounded, and heals."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with TcpProxy(own_database_url) as proxy, Outbox(own_database_url) as outbox:
@@ -172,6 +176,7 @@ async def test_connections_that_the_network_cuts_silently_are_replaced(
 async def test_no_transaction_is_open_while_the_broker_is_awaited(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """DB-1."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with KafkaProxy(kafka) as proxy, Outbox(own_database_url) as outbox:
@@ -219,6 +224,7 @@ async def test_a_mark_that_waits_for_a_lock_beyond_its_timeout_is_written_once(
 async def test_a_database_that_turns_read_only_ends_readiness_and_is_followed_back(
     own_services: Services, own_database_url: str, own_topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """DB-9."""
     kafka = own_services.bootstrap_servers
     ledger = await Ledger(own_database_url, await own_topic()).open()
     async with Outbox(own_database_url) as outbox:

@@ -75,6 +75,7 @@ async def woken_after_a_takeover(kafka: str, topic: str, kind: Callable[..., Pro
 
 
 async def test_a_relay_that_was_frozen_in_mid_batch_sends_nothing_after_its_successor(kafka: str, topic: TopicFactory) -> None:
+    """LEASE-1."""
     assert await woken_after_a_takeover(kafka, await topic(partitions=PARTITIONS), Producer) == []
 
 
@@ -172,6 +173,7 @@ async def test_a_discarded_producer_leaves_no_task_behind(kafka: str, topic: Top
 async def test_a_frozen_relay_wakes_as_a_healthy_one_and_its_lost_tenure_stays_silent(
     held: str, database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-1, as a process under SIGSTOP and SIGCONT."""
     ledger = await Ledger(database_url, await topic()).open()
     async with KafkaProxy(kafka) as proxy, Outbox(database_url) as outbox:
         frozen = start_relay(database_url, proxy.address, relay_name="frozen", batch_rows=50, **SHORT_LEASE)

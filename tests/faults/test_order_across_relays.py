@@ -72,6 +72,7 @@ class Fleet:
 async def test_every_key_stays_in_order_while_relays_are_killed_frozen_and_restarted(
     relays: int, database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """ORDER-2 in small, LEASE-9, KAFKA-5; the million rows are `scripts/bench soak`."""
     ledger = await Ledger(database_url, await topic()).open()
     done = asyncio.Event()
     async with Outbox(database_url) as outbox:
@@ -96,6 +97,7 @@ async def test_every_key_stays_in_order_while_relays_are_killed_frozen_and_resta
 async def test_lanes_move_to_relays_that_join_during_a_drain_and_no_row_goes_twice(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-6, the planned hand-over; LEASE-9."""
     ledger = await Ledger(database_url, await topic()).open()
     await ledger.fill(8_000)
     async with Outbox(database_url) as outbox:
@@ -119,6 +121,7 @@ async def test_lanes_move_to_relays_that_join_during_a_drain_and_no_row_goes_twi
 async def test_a_graceful_stop_in_mid_drain_hands_over_at_once_and_no_row_goes_twice(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-14."""
     ledger = await Ledger(database_url, await topic()).open()
     await ledger.fill(8_000)
     async with Outbox(database_url) as outbox:
@@ -142,6 +145,7 @@ async def test_a_graceful_stop_in_mid_drain_hands_over_at_once_and_no_row_goes_t
 async def test_in_a_rolling_restart_each_lane_changes_hands_once(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-14."""
     ledger = await Ledger(database_url, await topic()).open()
     done = asyncio.Event()
     async with Outbox(database_url) as outbox:
@@ -176,6 +180,7 @@ async def test_in_a_rolling_restart_each_lane_changes_hands_once(
 async def test_a_relay_killed_in_mid_drain_and_started_again_needs_no_more_than_a_lease(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """LEASE-10, LEASE-6 by expiry."""
     ledger = await Ledger(database_url, await topic()).open()
     await ledger.fill(4_000)
     async with Outbox(database_url) as outbox:

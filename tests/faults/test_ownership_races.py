@@ -117,6 +117,7 @@ async def expire_leases(outbox: Outbox) -> None:
 
 
 async def test_lanes_claimed_while_the_stop_begins_are_handed_back(settings: RelaySettings, database_url: str) -> None:
+    """LEASE-14."""
     async with relay(settings, "a/1") as stopping, Outbox(database_url) as outbox:
         claim = Gate(stopping.store, "claim")
         await stopping.store.join("a", "test", LEASE_SECONDS, {})
@@ -204,6 +205,7 @@ async def test_a_late_refusal_of_an_old_mark_leaves_the_lane_that_was_claimed_ag
 
 
 async def test_what_a_former_owner_writes_late_changes_nothing(settings: RelaySettings, database_url: str) -> None:
+    """LEASE-2."""
     async with relay(settings, "a/1") as former, relay(settings, "b/2") as owner, Outbox(database_url) as outbox:
         old = await former.store.claim(LEASE_SECONDS, LANES, [])
         await expire_leases(outbox)
@@ -234,6 +236,7 @@ async def test_an_expired_lease_is_of_no_use_even_when_nobody_took_the_lane(sett
 
 
 async def test_two_relays_that_reach_for_the_same_lanes_share_none(settings: RelaySettings, database_url: str) -> None:
+    """LEASE-5."""
     async with (
         relay(settings, "a/1") as dead,
         relay(settings, "b/2") as one,

@@ -75,6 +75,7 @@ async def test_a_relay_that_works_is_live_and_ready(database_url: str, kafka: st
 async def test_every_series_tells_what_happened(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """OPS-2."""
     ledger = await Ledger(database_url, await topic()).open()
     late = Event(topic=ledger.topic, type="late", key="key-1", payload=b"late")
     async with Outbox(database_url) as outbox, Outbox(database_url) as writer:
@@ -244,6 +245,7 @@ async def count_statements(outbox: Outbox) -> None:
 
 
 async def test_an_idle_fleet_shares_its_lanes_and_is_quiet(database_url: str, kafka: str, start_relay: RelayFactory) -> None:
+    """LEASE-8."""
     async with Outbox(database_url) as outbox:
         await count_statements(outbox)
         relays = [start_relay(database_url, kafka, relay_name=name, **SHORT_LEASE) for name in ("one", "other")]
@@ -324,6 +326,7 @@ async def test_a_row_inserted_without_the_function_goes_at_the_next_poll(
 async def test_a_relay_at_work_is_not_rung_and_after_it_the_first_row_rings(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """WRITE-2."""
     ledger = await Ledger(database_url, await topic()).open()
     heard: list[str] = []
     async with Outbox(database_url) as outbox:
@@ -394,6 +397,7 @@ async def test_the_flag_of_a_sleeping_relay_is_renewed_before_it_runs_out(
 async def test_without_listen_rows_are_found_by_polling(
     database_url: str, kafka: str, topic: TopicFactory, start_relay: RelayFactory
 ) -> None:
+    """DB-11, as far as one connection shows it: no listener, no session state."""
     ledger = await Ledger(database_url, await topic()).open()
     async with Outbox(database_url) as outbox:
         start_relay(database_url, kafka, wakeup="poll", **LONG_LEASE)
