@@ -14,10 +14,13 @@ from benchmarks.latency import latency
 from benchmarks.memory import memory
 from benchmarks.poll import poll
 from benchmarks.report import Report
+from benchmarks.soak import soak
 from benchmarks.writers import writers
 from fencepost.devservices import ServicesError
 
 _NAIVE_SHARE: Final = 60
+# Has services of its own, which it kills and restarts, and an exit code of its own.
+_SOAK: Final = "soak"
 _QUICK: Final = {"repeats": 1, "rows": 20_000, "large_rows": 40, "seconds": 2.0}
 _FULL: Final = {"repeats": 3, "rows": 300_000, "large_rows": 400, "seconds": 8.0}
 # A history has to be long to mean something.
@@ -25,12 +28,14 @@ _POLL_ROWS: Final = {True: 20_000, False: 1_000_000}
 
 
 def main() -> int:
-    """Exit code: 0 when it ran, 1 when a side failed or a service could not be had."""
+    """Exit code: 0 when it ran, 1 when a side failed, a service could not be had or the soak found a broken promise."""
     options = _parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if options.benchmark == _SOAK:
+            return soak(options)
         with open_lab() as lab:
             report = _BENCHMARKS[options.benchmark](lab, options)
     except (BenchmarkFailed, ServicesError) as error:
@@ -44,7 +49,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("benchmark", choices=sorted(_BENCHMARKS))
+    parser.add_argument("benchmark", choices=sorted([*_BENCHMARKS, _SOAK]))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, figures and ratios to this file")
     parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3)")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run? The numbers mean little")
@@ -53,6 +58,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="latency, writers: length of a window (default: 8)")
     parser.add_argument("--writers", type=int, help="writers: how many (default: 16)", default=16)
     parser.add_argument("--wakeup", choices=["listen", "poll"], default="listen", help="latency: the relay's setting")
+    parser.add_argument("--minutes", type=float, help="soak: how long faults go on (default: 3)", default=3.0)
+    parser.add_argument("--brokers", type=int, choices=[1, 3], help="soak: how many (default: 1)", default=1)
+    parser.add_argument("--seed", type=int, help="soak: of the faults and the writers (default: a new one)")
     options = parser.parse_args()
     defaults = _QUICK if options.quick else _FULL
     if options.benchmark == "poll":

@@ -1,6 +1,7 @@
 """The relay's commands: ``relay run``, ``status``, ``trace``, ``check`` and ``lanes rebase``."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from typing import Annotated
 
@@ -59,6 +60,10 @@ def run(
         relay = Relay(settings)
         configure_logs(settings.log_level, relay.relay_id)
         await relay.run()
+        # Stopped in order: a second signal must not turn exit code 0 into a kill while the interpreter ends.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(main())

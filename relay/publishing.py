@@ -33,6 +33,8 @@ _log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_SECONDS: Final = 0.05
 _RETRY_MOST_SECONDS: Final = 5.0
+# Between two tries to reach Kafka at all: what an outage of every broker can cost beyond itself.
+_BUILD_MOST_SECONDS: Final = 2.0
 _REFUSED_RETRY_SECONDS: Final = 30.0
 # How long batches on their way may still take once one of their producer has passed its deadline.
 _RETIRE_SECONDS: Final = 1.0
@@ -196,11 +198,11 @@ class Publishing:
                         remedy="see FENCEPOST_KAFKA_BOOTSTRAP_SERVERS",
                     )
                     await asyncio.sleep(_jittered(pause))
-                    pause = min(pause * 2, _RETRY_MOST_SECONDS)
+                    pause = min(pause * 2, _BUILD_MOST_SECONDS)
                 except Exception:  # noqa: BLE001 - a library fault must not end the building of producers; it is logged whole
                     _log.exception("producer_failed", retry_seconds=round(pause, 2))
                     await asyncio.sleep(_jittered(pause))
-                    pause = min(pause * 2, _RETRY_MOST_SECONDS)
+                    pause = min(pause * 2, _BUILD_MOST_SECONDS)
                 else:
                     self._courses.add(course)
                     self._current = course
