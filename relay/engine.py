@@ -122,8 +122,7 @@ class Engine:
         self._submit_scheduled = False
         if not self._publishing.ready:
             return
-        now = lease_clock()
-        starting = [flight for lane in self._lanes.values() if (flight := self._next_flight(lane, now)) is not None]
+        starting = [flight for lane in self._lanes.values() if (flight := self._next_flight(lane)) is not None]
         if starting:
             self._publishing.start(starting)
             self._work.set()  # their lanes can be polled ahead
@@ -131,12 +130,12 @@ class Engine:
                 self._wake.set()
 
     @staticmethod
-    def _next_flight(lane: Lane, now: float) -> Flight | None:
+    def _next_flight(lane: Lane) -> Flight | None:
         if not lane.trusted:
             return None
         flight = lane.flight
         if flight is not None:
-            return flight if flight.to_send and not flight.outstanding and flight.retry_at <= now else None
+            return flight if flight.to_send and not flight.outstanding and flight.due else None
         if lane.ready is None or lane.unmarked >= _UNMARKED_MOST:
             return None
         lane.sequence += 1

@@ -61,7 +61,9 @@ class Flight:
         self.partition_counts: dict[str, int] = {}
         # None: rows share Kafka batches with other lanes'. Else: none do, and at most so many rows go in one.
         self.narrow: int | None = None
-        self.retry_at = 0.0
+        # Set by the timer of a retry and by nothing that reads a clock: a loop's timers may run a moment early by another
+        # clock, and a flight that was "not yet due" then would wait for ever.
+        self.due = True
         self.sent_at = 0.0
         self.started_at = lease_clock()
 
@@ -80,6 +82,7 @@ class Flight:
         self.to_send = sorted(self.failed, key=lambda row: row["id"])
         self.failed = []
         self.attempts += 1
+        self.due = False
 
     def receipt(self) -> Receipt:
         rows = self.batch.rows  # in id order: late rows lie below the position, fresh ones above

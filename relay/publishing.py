@@ -421,8 +421,11 @@ class Publishing:
             return
         flight.prepare_retry()
         delay = 0.0 if again_at_once else _retry_delay(flight)
-        flight.retry_at = lease_clock() + delay
-        asyncio.get_running_loop().call_later(delay + 0.001, self._changed)
+        asyncio.get_running_loop().call_later(delay, self._retry, flight)
+
+    def _retry(self, flight: Flight) -> None:
+        flight.due = True
+        self._changed()
 
     def watch(self) -> None:
         """Retire every producer that has kept a flight waiting beyond the publish deadline. To be called regularly."""
