@@ -350,7 +350,7 @@ SELECT 0, n, 1, 'relay-1', n, pg_current_snapshot(), 0, 0, '{}' FROM generate_se
 """
 
 
-async def test_marks_and_polls_cost_the_same_under_a_transaction_held_open_for_20000_marks(
+async def test_marks_and_polls_cost_the_same_under_a_transaction_held_open_for_100000_marks(
     database_url: str, connection: "psycopg.Connection[Any]", store: Store
 ) -> None:
     """DB-4: a pinned xmin horizon. Marks are inserts, so there is no chain of dead versions to walk."""
@@ -361,10 +361,10 @@ async def test_marks_and_polls_cost_the_same_under_a_transaction_held_open_for_2
     with psycopg.connect(database_url) as pin:
         pin.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         pin.execute("SELECT count(*) FROM fencepost.outbox")
-        for first in range(51, 20_000, 500):
-            connection.execute(MANY_MARKS, (first, min(first + 499, 20_000)))
+        for first in range(51, 100_000, 2_500):
+            connection.execute(MANY_MARKS, (first, min(first + 2_499, 100_000)))
             await store.renew({0: 1}, 3600)
-        mark_under_pin = await buffers_a_mark(connection, store, 20_001, 50)
+        mark_under_pin = await buffers_a_mark(connection, store, 100_001, 50)
         poll_under_pin = polled(connection, dict.fromkeys(range(LANES), ORIGIN))
         forget_statistics(connection)
         cursors = await store.cursors([0])
@@ -372,7 +372,7 @@ async def test_marks_and_polls_cost_the_same_under_a_transaction_held_open_for_2
 
     assert mark_under_pin <= mark_before * 1.5 + 6
     assert within(poll_under_pin, poll_before)
-    assert cursors[0][1] == 20_050
+    assert cursors[0][1] == 100_050
     assert cursor_read.buffers <= 100
 
 
