@@ -83,6 +83,11 @@ class _Segment:
         flight.outstanding += 1
         return part
 
+    def withdraw(self, part: _Part) -> None:
+        """A part whose first row did not fit any more: what becomes of this batch is none of its flight's business."""
+        self.parts.remove(part)
+        part.flight.outstanding -= 1
+
 
 class _Target:
     """A topic while one flight is built: its partitions, and the flight's open part on each."""
@@ -302,6 +307,8 @@ class Publishing:
                 segment = self._segment(producer, (topic, partition), open_segments, chains, full=part is not None)
                 part = target.parts[partition] = segment.open_part(flight)
             if part.append(timestamp=timestamp, key=key, value=payload, headers=headers) is None:
+                if not part.rows:
+                    open_segments[topic, partition].withdraw(part)
                 segment = self._segment(producer, (topic, partition), open_segments, chains, full=True)
                 part = target.parts[partition] = segment.open_part(flight)
                 part.append(timestamp=timestamp, key=key, value=payload, headers=headers)
@@ -350,8 +357,7 @@ class Publishing:
         self._metrics.acknowledged(topic, segment.size, sum(part.bytes for part in segment.parts))
         for part in segment.parts:
             first = offset + part.first_index
-            if part.rows:  # a part whose first row did not fit any more stayed empty
-                part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
+            part.flight.acknowledge(topic, partition, first, first + len(part.rows) - 1)
             part.flight.acknowledged_bytes += part.bytes
             self._off_course(course, part.flight, segment.broker)
 
