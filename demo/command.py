@@ -5,7 +5,6 @@ import json
 import logging
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -16,6 +15,7 @@ from rich.logging import RichHandler
 from demo.scenario import Result, Scenario
 from demo.view import View, result_table
 from fencepost.devservices import ServicesError, start_services
+from fencepost.loops import fastest_loop
 
 __all__ = ["register"]
 
@@ -82,16 +82,8 @@ def _run(console: Console, *, seconds: float, rate: float, writers: int) -> Resu
 
 
 def _with_fast_loop(scenario: Scenario) -> Result:
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         return runner.run(scenario.run())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        from uvloop import new_event_loop
-    except ModuleNotFoundError:
-        return None
-    return new_event_loop
 
 
 def _report(console: Console, result: Result) -> None:

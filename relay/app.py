@@ -43,8 +43,8 @@ _START_PAUSE_SECONDS: Final = 1.0
 _LEAVE_SECONDS: Final = 2.0
 
 
-async def verify_installation(store: Store) -> str:
-    """The installation's id. Raises ``ConfigurationError`` on a replica, and in a cluster that the cursors are not from."""
+async def verify_installation(store: Store) -> None:
+    """Raises ``ConfigurationError`` on a replica, and in a cluster that the cursors are not from."""
     installation = await store.installation()
     if installation.in_recovery:
         raise ConfigurationError("FENCEPOST_DATABASE_URL leads to a replica; the relay reads from the primary only")
@@ -53,7 +53,6 @@ async def verify_installation(store: Store) -> str:
             "this outbox was restored or moved from another cluster: its cursors hold that cluster's transaction ids, and "
             "nothing is published. If this copy is to replace the original, run `fencepost lanes rebase`"
         )
-    return installation.installation_id
 
 
 @dataclass(frozen=True, kw_only=True)

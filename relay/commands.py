@@ -2,11 +2,11 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from fencepost.loops import fastest_loop
 from relay.app import Relay
 from relay.check import check
 from relay.logs import configure_logs
@@ -65,13 +65,5 @@ def run(
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         runner.run(main())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return None
-    return uvloop.new_event_loop

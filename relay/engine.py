@@ -97,7 +97,7 @@ class Engine:
         if lane.flight is not flight or self._lanes.get(lane.number) is not lane:
             return  # the lane was lost meanwhile; its successor publishes these rows
         lane.flight = None
-        lane.published_at = now = lease_clock()
+        now = lease_clock()
         rows = flight.batch.rows
         self._metrics.batch_done(
             rows=len(rows),

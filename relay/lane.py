@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from fencepost.errors import TransientError
@@ -120,7 +120,6 @@ class Lane:
     releasing: bool = False
     refusal: Stopped | None = None
     receipt: Receipt | None = None
-    published_at: float = field(default_factory=lease_clock)
 
     @property
     def trusted(self) -> bool:

@@ -35,7 +35,7 @@ RETURNING lane;
 
 -- name: marked_already
 -- After a mark without an answer: which of $2 lanes have the receipt of $3 sequences, made by $1 under $4 generations.
-SELECT r.lane
+SELECT r.lane, r.sequence
 FROM unnest($2::smallint[], $3::bigint[], $4::bigint[]) AS g(lane, sequence, generation)
 JOIN fencepost.receipts AS r USING (lane, sequence, generation)
 WHERE r.relay_id = $1;
@@ -126,7 +126,7 @@ SELECT max(setval(('fencepost.doorbell_' || lane)::regclass, 1)) FROM unnest($1:
 
 -- name: installation
 -- Where the cursors were made, and where we are. A replica is refused: its snapshots are not the writer's.
-SELECT i.installation_id::text AS installation_id, i.system_identifier::text AS recorded,
+SELECT i.system_identifier::text AS recorded,
        (SELECT system_identifier::text FROM pg_control_system()) AS actual, pg_is_in_recovery() AS in_recovery
 FROM fencepost.installation AS i;
 

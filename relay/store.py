@@ -52,9 +52,8 @@ class Backlog:
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """The installation's id, and whether this cluster is the one its cursors were made in."""
+    """Whether this cluster is the one that the cursors were made in, and whether it can be written."""
 
-    installation_id: str
     same_cluster: bool
     in_recovery: bool
 
@@ -159,9 +158,7 @@ class Store:
         if not rows:
             raise ConfigurationError("fencepost.installation is empty; run `fencepost migrate`")
         row = rows[0]
-        return Installation(
-            installation_id=row["installation_id"], same_cluster=row["recorded"] == row["actual"], in_recovery=row["in_recovery"]
-        )
+        return Installation(same_cluster=row["recorded"] == row["actual"], in_recovery=row["in_recovery"])
 
     async def poll(self, cursors: Mapping[int, Cursor], *, row_limit: int, byte_limit: int) -> Poll:
         """What these lanes' cursors have not delivered, each lane within the limits."""
@@ -208,12 +205,14 @@ class Store:
 
     async def marked_already(self, receipts: Sequence[Receipt]) -> frozenset[tuple[int, int]]:
         """After a mark without an answer: (lane, sequence) of those receipts that were written after all."""
-        found: set[tuple[int, int]] = set()
-        for receipt in receipts:
-            arguments = ([receipt.lane], [receipt.sequence], [receipt.generation])
-            if await self._fetch("marked_already", self._relay_id, *arguments):
-                found.add((receipt.lane, receipt.sequence))
-        return frozenset(found)
+        rows = await self._fetch(
+            "marked_already",
+            self._relay_id,
+            [receipt.lane for receipt in receipts],
+            [receipt.sequence for receipt in receipts],
+            [receipt.generation for receipt in receipts],
+        )
+        return frozenset((row["lane"], row["sequence"]) for row in rows)
 
     async def cursors(self, lanes: Sequence[int]) -> Mapping[int, tuple[Cursor, int]]:
         """Each lane's cursor and the sequence of its newest receipt."""
