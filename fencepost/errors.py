@@ -2,8 +2,20 @@
 
 - ``FencepostError``
     - ``ConfigurationError``: an operator; nothing starts.
-    - ``InvalidEvent``: the producer's code; nothing was written. Names field, limit and remedy.
-        - ``DuplicateEvent``: an event id that the outbox already holds.
+    - ``InvalidInput``: the caller's code; nothing was written. Names field, limit and remedy.
+        - ``InvalidEvent``: an event that may not be enqueued.
+            - ``DuplicateEvent``: an event id that the outbox already holds.
+        - ``InvalidCommand``: a command that may not be accepted.
+        - ``InvalidJson``: a text or value that canonical JSON cannot hold.
+    - ``IdempotencyError``: the client that sent the key; nothing was started. Each has a ``code``.
+        - ``KeyMissing``, ``KeyInvalid``: send a key, a well-formed one.
+        - ``InProgress``: another transaction is accepting this key; try again. The transaction is still usable.
+        - ``IdempotencyConflict``: the key belongs to another request; take a new key.
+        - ``KeyExpired``: the key was used once and its answer is gone; nothing runs a second time.
+    - ``RunNotFound``: no such run in this tenant.
+    - ``RunChanged``: the run's version is not the one that the caller expected; read it again.
+    - ``RunEnded``: the run is already in a terminal state, which the error names.
+    - ``ReplayRefused``: the run may not be run anew; the message says why.
     - ``TransactionRequired``: the producer's code; the event would not share the domain rows' fate.
     - ``TransientError``: nobody; wait and try again.
     - ``PermanentError``: this row; it cannot be published as it is.
@@ -11,14 +23,29 @@
     - ``InvariantViolated``: us; the process ends and its leases run out.
 """
 
+from typing import ClassVar
+
 __all__ = [
     "ConfigurationError",
     "DuplicateEvent",
     "FencepostError",
+    "IdempotencyConflict",
+    "IdempotencyError",
+    "InProgress",
+    "InvalidCommand",
     "InvalidEvent",
+    "InvalidInput",
+    "InvalidJson",
     "InvariantViolated",
+    "KeyExpired",
+    "KeyInvalid",
+    "KeyMissing",
     "LeaseLost",
     "PermanentError",
+    "ReplayRefused",
+    "RunChanged",
+    "RunEnded",
+    "RunNotFound",
     "TransactionRequired",
     "TransientError",
 ]
@@ -32,8 +59,8 @@ class ConfigurationError(FencepostError):
     """The set-up cannot work; the message names the setting and the remedy. An operator acts; nothing starts."""
 
 
-class InvalidEvent(FencepostError, ValueError):
-    """An event may not be written. ``field`` is the attribute, ``limit`` what it must keep, ``remedy`` what to do."""
+class InvalidInput(FencepostError, ValueError):
+    """Refused before anything was stored. ``field`` is what is wrong, ``limit`` what it must keep, ``remedy`` what to do."""
 
     def __init__(self, field: str, limit: str, remedy: str) -> None:
         super().__init__(f"{field}: {limit}; {remedy}")
@@ -42,8 +69,77 @@ class InvalidEvent(FencepostError, ValueError):
         self.remedy = remedy
 
 
+class InvalidEvent(InvalidInput):
+    """An event may not be written."""
+
+
 class DuplicateEvent(InvalidEvent):
     """The outbox already holds a row with this event id; consumers would take the two for one event."""
+
+
+class InvalidCommand(InvalidInput):
+    """A command may not be accepted."""
+
+
+class InvalidJson(InvalidInput):
+    """A text is not JSON that every reader understands alike (RFC 7493, I-JSON), or a value has no such form."""
+
+
+class IdempotencyError(FencepostError):
+    """The idempotency key decides; nothing was started. ``code`` is stable and safe to show."""
+
+    code: ClassVar[str] = "idempotency_error"
+
+
+class KeyMissing(IdempotencyError):
+    """No key was given where one is needed."""
+
+    code = "idempotency_key_missing"
+
+
+class KeyInvalid(IdempotencyError):
+    """The key is empty, too long, or holds what a key may not hold."""
+
+    code = "idempotency_key_invalid"
+
+
+class InProgress(IdempotencyError):
+    """Another transaction is accepting this key. The caller's transaction is still usable; try again, in a new one if it
+    is REPEATABLE READ or SERIALIZABLE."""
+
+    code = "idempotency_in_progress"
+
+
+class IdempotencyConflict(IdempotencyError):
+    """The key belongs to a run that another request started."""
+
+    code = "idempotency_conflict"
+
+
+class KeyExpired(IdempotencyError):
+    """The key is past its retention. It started a run once, whose answer it no longer gives; nothing runs again."""
+
+    code = "idempotency_key_expired"
+
+
+class RunNotFound(FencepostError):
+    """The tenant has no such run. Another tenant's run gives the same answer."""
+
+
+class RunChanged(FencepostError):
+    """The run has another version than the caller expected; nothing was changed."""
+
+
+class RunEnded(FencepostError):
+    """The run is in a terminal state; nothing was changed. ``state`` is completed, failed or cancelled."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(f"the run is already {state}")
+        self.state = state
+
+
+class ReplayRefused(FencepostError):
+    """Dead work may not be run anew; nothing was changed."""
 
 
 class TransactionRequired(FencepostError):
