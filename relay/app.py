@@ -16,17 +16,17 @@ from typing import Any, Final
 import structlog
 
 from fencepost import __version__
+from fencepost.clock import lease_clock
 from fencepost.errors import ConfigurationError, FencepostError, InvariantViolated, TransientError
+from fencepost.health import HealthServer
 from relay.bell import Bell
-from relay.clock import lease_clock
 from relay.engine import Engine
-from relay.health import HealthServer
 from relay.lane import Lane
 from relay.metrics import Metrics
 from relay.ownership import Ownership
 from relay.producer import Producer
 from relay.publishing import Publishing
-from relay.settings import RelaySettings, unknown_variables
+from relay.settings import ENVIRONMENT_PREFIX, RelaySettings, unknown_variables
 from relay.store import Store
 from relay.wire import RecordEncoder
 
@@ -90,7 +90,12 @@ class Relay:
         loop.set_exception_handler(self._on_loop_error)
         settings = self._settings
         self.health = HealthServer(
-            settings.http_host, settings.http_port, registry=self._metrics.registry, live=self._not_live, ready=self._not_ready
+            settings.http_host,
+            settings.http_port,
+            prefix=ENVIRONMENT_PREFIX,
+            registry=self._metrics.registry,
+            live=self._not_live,
+            ready=self._not_ready,
         )
         try:
             store = await self._open_store()

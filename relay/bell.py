@@ -13,10 +13,11 @@ from typing import Final
 import asyncpg
 import structlog
 
+from fencepost.clock import lease_clock
+from fencepost.database import connect_listener
 from fencepost.errors import TransientError
-from relay.clock import lease_clock
 from relay.metrics import Metrics
-from relay.store import Store, connect_listener
+from relay.store import ROLE, Store
 
 __all__ = ["Bell", "transactions_in_progress"]
 
@@ -73,7 +74,7 @@ class Bell:
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self) -> None:
-        connection = await connect_listener(self._database_url)
+        connection = await connect_listener(self._database_url, role=ROLE)
         self._connection = connection
         ended = asyncio.Event()
         connection.add_termination_listener(lambda _: ended.set())

@@ -13,9 +13,10 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError
 
 from fencepost import wire
+from fencepost.console import Inspector, JsonOutput, print_json, print_table
 from fencepost.errors import ConfigurationError, FencepostError
 from migrations import migration_states
-from relay.console import Inspector, JsonOutput, inspecting, print_json, print_table
+from relay.inspection import inspecting
 from relay.settings import RelaySettings, load_settings, unknown_variables
 
 __all__ = ["Finding", "check"]

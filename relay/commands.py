@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from fencepost.logs import configure_logs
 from fencepost.loops import fastest_loop
 from relay.app import Relay
 from relay.check import check
-from relay.logs import configure_logs
 from relay.rebase import rebase
 from relay.settings import load_settings
 from relay.status import status
@@ -58,7 +58,7 @@ def run(
 
     async def main() -> None:
         relay = Relay(settings)
-        configure_logs(settings.log_level, relay.relay_id)
+        configure_logs(settings.log_level, relay_id=relay.relay_id)
         await relay.run()
         # Stopped in order: a second signal must not turn exit code 0 into a kill while the interpreter ends.
         for number in (signal.SIGTERM, signal.SIGINT):

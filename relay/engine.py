@@ -12,9 +12,9 @@ from typing import Final
 
 import structlog
 
+from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
 from relay.bell import Bell
-from relay.clock import lease_clock
 from relay.cursor import Batch, advance
 from relay.lane import Flight, Lane, Receipt, Stopped
 from relay.metrics import Metrics

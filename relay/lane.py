@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
-from relay.clock import lease_clock
 from relay.cursor import Batch, Cursor, Row
 
 __all__ = ["Flight", "Lane", "Receipt", "Stopped", "TopicUnavailable"]

@@ -3,16 +3,15 @@
 A recorder that fails must never turn a delivery into a failure: ``Metrics`` swallows nothing else, and logs the first.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Final, ParamSpec
+from collections.abc import Sequence
+from typing import Final
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from fencepost.recording import guarded
 
 __all__ = ["Metrics"]
 
-_P = ParamSpec("_P")
 _MAX_TOPICS: Final = 200
 _OTHER_TOPICS: Final = "(other)"
 _STOP_REASONS: Final = ("refused_row", "unavailable")
@@ -20,23 +19,6 @@ _LATENCY: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25,
 _PHASE: Final = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1, 2.5, 5, 10)
 _ROWS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
 _BYTES: Final = tuple(256 * 4**power for power in range(9))
-
-
-def _guarded(record: Callable[_P, None]) -> Callable[_P, None]:
-    """A failing recorder costs a sample, never a row. Logged once a recorder, not once a row."""
-    failed = False
-
-    @functools.wraps(record)
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        nonlocal failed
-        try:
-            record(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - a boundary: whatever a recorder raises must not reach the delivery
-            if not failed:
-                failed = True
-                structlog.get_logger().exception("metric_failed", recorder=record.__name__)
-
-    return guarded
 
 
 class Metrics:
@@ -106,7 +88,7 @@ class Metrics:
         self._topics.add(topic)
         return topic
 
-    @_guarded
+    @guarded
     def acknowledged(self, topic: str, rows: int, size: int) -> None:
         counters = self._acknowledged.get(topic)
         if counters is None:
@@ -117,11 +99,11 @@ class Metrics:
         counters[0].inc(rows)
         counters[1].inc(size)
 
-    @_guarded
+    @guarded
     def not_published(self, topic: str, outcome: str, rows: int) -> None:
         self._published.labels(self._topic(topic), outcome).inc(rows)
 
-    @_guarded
+    @guarded
     def batch_done(self, *, rows: int, size: int, late: int, publish_seconds: float, age_seconds: float) -> None:
         self._batch_rows.observe(rows)
         self._batch_bytes.observe(size)
@@ -130,16 +112,16 @@ class Metrics:
         if late:
             self._late.inc(late)
 
-    @_guarded
+    @guarded
     def phase(self, name: str, seconds: float) -> None:
         self._phase.labels(name).observe(seconds)
 
-    @_guarded
+    @guarded
     def backlog(self, lane: int, waiting: int, oldest_age_seconds: float) -> None:
         self._waiting.labels(str(lane)).set(waiting)
         self._oldest.labels(str(lane)).set(max(oldest_age_seconds, 0.0))
 
-    @_guarded
+    @guarded
     def lanes(self, generations: dict[int, int], stopped_reasons: Sequence[str]) -> None:
         self._owned.set(len(generations))
         self._generation.clear()
@@ -148,46 +130,46 @@ class Metrics:
         for reason in _STOP_REASONS:
             self._stopped.labels(reason).set(stopped_reasons.count(reason))
 
-    @_guarded
+    @guarded
     def lane_gone(self, lane: int) -> None:
         # A lane's gauges leave with its ownership: its new owner shows them, and two relays never disagree.
         for gauge in (self._waiting, self._oldest):
             if (str(lane),) in gauge._metrics:
                 gauge.remove(str(lane))
 
-    @_guarded
+    @guarded
     def claimed(self, lanes: int) -> None:
         self._claims.inc(lanes)
 
-    @_guarded
+    @guarded
     def released(self, lanes: int) -> None:
         self._releases.inc(lanes)
 
-    @_guarded
+    @guarded
     def lost(self, lanes: int) -> None:
         self._losses.inc(lanes)
 
-    @_guarded
+    @guarded
     def stale_refused(self, writes: int) -> None:
         self._stale.inc(writes)
 
-    @_guarded
+    @guarded
     def woken(self, kind: str) -> None:
         self._wakeups.labels(kind).inc()
 
-    @_guarded
+    @guarded
     def producer_rebuilt(self) -> None:
         self._rebuilds.inc()
 
-    @_guarded
+    @guarded
     def database_error(self, statement: str) -> None:
         self._database_errors.labels(statement).inc()
 
-    @_guarded
+    @guarded
     def listening(self, up: bool) -> None:
         self._listening.set(1 if up else 0)
 
-    @_guarded
+    @guarded
     def horizon(self, holders: dict[str, tuple[float | None, int | None]]) -> None:
         for holder in ("session", "prepared", "slot"):
             seconds, transactions = holders.get(holder, (0.0, 0))

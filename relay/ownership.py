@@ -12,8 +12,8 @@ from typing import Final
 import structlog
 
 from fencepost import __version__
+from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
-from relay.clock import lease_clock
 from relay.lane import Flight, Lane, Receipt, Stopped
 from relay.metrics import Metrics
 from relay.settings import RelaySettings

@@ -18,8 +18,8 @@ from typing import Final
 import structlog
 from aiokafka import errors
 
+from fencepost.clock import lease_clock
 from fencepost.errors import LeaseLost, TransientError
-from relay.clock import lease_clock
 from relay.cursor import Row
 from relay.lane import Flight, Stopped, TopicUnavailable
 from relay.metrics import Metrics

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fencepost.console import DatabaseUrl, JsonOutput, print_json
 from fencepost.errors import ConfigurationError
-from relay.console import DatabaseUrl, JsonOutput, inspecting, print_json
+from relay.inspection import inspecting
 
 __all__ = ["rebase"]
 

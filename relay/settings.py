@@ -2,33 +2,15 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fencepost.addresses import check_bootstrap_servers, check_database_url
-from fencepost.errors import ConfigurationError
+from fencepost.settings import ENVIRONMENT_PREFIX, Brokers, DatabaseAddress, load, stripped
 
 __all__ = ["ENVIRONMENT_PREFIX", "RelaySettings", "load_settings", "unknown_variables"]
-
-ENVIRONMENT_PREFIX = "FENCEPOST_"
-
-
-def _database_url(value: SecretStr) -> SecretStr:
-    return SecretStr(_checked(check_database_url, value.get_secret_value()))
-
-
-def _brokers(value: str) -> str:
-    return _checked(check_bootstrap_servers, value)
-
-
-def _checked(check: Callable[[str], str], value: str) -> str:
-    try:
-        return check(value)
-    except ConfigurationError as error:
-        raise ValueError(str(error)) from None
 
 
 class RelaySettings(BaseSettings):
@@ -36,13 +18,11 @@ class RelaySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", env_ignore_empty=False)
 
-    database_url: Annotated[SecretStr, Field(min_length=1), AfterValidator(_database_url)] = Field(
+    database_url: DatabaseAddress = Field(
         description="PostgreSQL address of the database that holds the outbox. Required; a direct connection is best: "
         "through a transaction pooler, which must keep prepared statements, set FENCEPOST_WAKEUP=poll."
     )
-    kafka_bootstrap_servers: Annotated[str, Field(min_length=1), AfterValidator(_brokers)] = Field(
-        description="Kafka brokers to start from, host:port, separated by commas. Required."
-    )
+    kafka_bootstrap_servers: Brokers = Field(description="Kafka brokers to start from, host:port, separated by commas. Required.")
     relay_name: Annotated[str, Field(min_length=1, max_length=200)] = Field(
         default_factory=socket.gethostname,
         description="Name in status, logs and receipts. Defaults to the host name. Two relays may share one: a nonce of "
@@ -110,10 +90,7 @@ class RelaySettings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _strip_white_space(cls, values: object) -> object:
-        # Values from files and manifests end in line ends; choices, flags and numbers would be refused for it.
-        if not isinstance(values, dict):
-            return values
-        return {name: value.strip() if isinstance(value, str) else value for name, value in values.items()}
+        return stripped(values)
 
     @model_validator(mode="after")
     def _deadline_fits_into_lease(self) -> Self:
@@ -148,29 +125,20 @@ class RelaySettings(BaseSettings):
 
 def load_settings(overrides: Mapping[str, object] | None = None) -> RelaySettings:
     """Settings from the environment. Raises ``ConfigurationError`` that names every setting at fault, never its value."""
-    try:
-        return RelaySettings(**dict(overrides or {}))  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors())) from None
-
-
-def _explain(detail: Mapping[str, object]) -> str:
-    location = detail["loc"]
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    if not isinstance(location, tuple) or not location:
-        return message
-    name = f"{ENVIRONMENT_PREFIX}{str(location[0]).upper()}"
-    if detail["type"] == "missing":
-        return f"{name} is required: set it in the environment"
-    if not str(detail.get("input", "x")).strip(" ,"):
-        return f"{name} is blank: give it a value, or unset it where it has a default"
-    return message if message.startswith(name) else f"{name}: {message}"
+    return load(RelaySettings, overrides or {})
 
 
 def unknown_variables() -> list[str]:
-    """Variables with our prefix that no setting has: mistyped, perhaps. Not refused, since Kubernetes adds such names."""
+    """Variables with our prefix that no setting of any part has: mistyped, perhaps.
+
+    Not refused, since Kubernetes adds such names.
+    """
     known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in RelaySettings.model_fields}
-    foreign = ("FENCEPOST_TEST_", "FENCEPOST_SERVICE_", "FENCEPOST_PORT")
+    foreign = ("TEST_", "SERVICE_", "PORT", "WORKER_", "IDEMPOTENCY_", "LEDGER_")
     return sorted(
-        name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in known and not name.startswith(foreign)
+        name
+        for name in os.environ
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and name not in known
+        and not name.removeprefix(ENVIRONMENT_PREFIX).startswith(foreign)
     )

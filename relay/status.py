@@ -5,7 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from relay.console import DatabaseUrl, JsonOutput, inspecting, print_json, print_table, seconds
+from fencepost.console import DatabaseUrl, JsonOutput, print_json, print_table, seconds
+from relay.inspection import inspecting
 
 __all__ = ["status"]
 

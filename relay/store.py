@@ -1,36 +1,29 @@
-"""The database adapter: one method a statement. Foreign errors become Fencepost's here and nowhere else.
+"""The database adapter: one method a statement."""
 
-No transaction outlives a statement: every one is a single implicit transaction, so nothing is ever open while Kafka is
-awaited, and every statement works through a transaction pooler.
-"""
-
-import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 
+from fencepost.database import StatementPool
 from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
 from fencepost.statements import load_statements
 from relay.cursor import Cursor, Row
 from relay.lane import Receipt, Stopped
 from relay.share import Fleet
 
-__all__ = ["Backlog", "Installation", "Poll", "Store", "connect_listener", "translated"]
+__all__ = ["ROLE", "Backlog", "Installation", "Poll", "Store"]
+
+#: What to grant to the relay's database user.
+ROLE: Final = "fencepost_relay"
 
 _SQL: Final = load_statements("relay", "statements.sql")
 # poll, mark, coordination and one for the gauges: each can hang without the others.
 _POOL_SIZE: Final = 4
 _HEAD: Final = -1
-
-# Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
-_TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
-_READ_ONLY: Final = "25006"
-_LOCK_NOT_AVAILABLE: Final = "55P03"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +51,6 @@ class Installation:
     in_recovery: bool
 
 
-@asynccontextmanager
-async def translated(statement: str, *, role: str = "fencepost_relay") -> AsyncIterator[None]:
-    """Foreign errors in, Fencepost's out, cause kept: ``TransientError`` if waiting helps, else ``ConfigurationError``."""
-    try:
-        yield
-    except asyncpg.PostgresError as error:
-        raise _translate(statement, error, role) from error
-    except (asyncpg.ClientConfigurationError, ValueError) as error:
-        raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address that PostgreSQL's clients take") from error
-    except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
-        # InternalClientError: the server's farewell has arrived on a pooled connection and its end has not, yet.
-        raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
-
-
-def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Exception:
-    state = error.sqlstate or ""
-    if state[:2] in _TRANSIENT_CLASSES or state in {_READ_ONLY, _LOCK_NOT_AVAILABLE}:
-        return TransientError(f"{statement}: {state} {error}")
-    if statement == "mark" and isinstance(error, asyncpg.UniqueViolationError):
-        return TransientError("mark: an earlier try of this mark, thought unanswered, was written meanwhile")
-    if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
-        return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
-    if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
-        return ConfigurationError(f"the schema is missing or older than this version ({error}); run `fencepost migrate`")
-    if isinstance(error, asyncpg.ObjectInUseError):
-        return ConfigurationError(f"{error.message}; {error.hint}" if error.hint else str(error))
-    if isinstance(error, asyncpg.InsufficientPrivilegeError):
-        return ConfigurationError(f"{error}; grant {role} to this database user")
-    return error
-
-
 async def _prepare_connection(connection: asyncpg.Connection) -> None:
     # PostgreSQL's own form of a timestamp, an integer: building datetimes would cost the hot path a microsecond a row.
     await connection.set_type_codec(
@@ -96,62 +58,27 @@ async def _prepare_connection(connection: asyncpg.Connection) -> None:
     )
 
 
-async def _keep_nothing(_connection: asyncpg.Connection) -> None:
-    """Statements leave no session state behind, so returning a connection to the pool needs no statement."""
-
-
-async def connect_listener(database_url: str) -> asyncpg.Connection:
-    """A connection of its own for LISTEN."""
-    async with translated("listen"):
-        return await asyncpg.connect(database_url, timeout=10, server_settings={"application_name": "fencepost-listen"})
-
-
 class Store:
     """``relay_id`` is the owner that every write names. ``timeout_seconds`` bounds a statement and the wait for its connection."""
 
-    def __init__(self, pool: "asyncpg.Pool[asyncpg.Record]", relay_id: str, timeout_seconds: float) -> None:
-        self._pool = pool
+    def __init__(self, statements: StatementPool, relay_id: str) -> None:
+        self._statements = statements
+        self._fetch = statements.fetch
         self._relay_id = relay_id
-        self._timeout = timeout_seconds
+        self.close = statements.close
 
     @classmethod
     async def open(cls, database_url: str, *, relay_id: str, timeout_seconds: float) -> "Store":
-        async with translated("connect"):
-            pool = await asyncpg.create_pool(
-                database_url,
-                min_size=1,
-                max_size=_POOL_SIZE,
-                timeout=timeout_seconds,
-                init=_prepare_connection,
-                reset=_keep_nothing,
-                server_settings={"application_name": "fencepost-relay"},
-            )
-        return cls(pool, relay_id, timeout_seconds)
-
-    async def close(self) -> None:
-        """Close every connection, by force if one hangs."""
-        try:
-            async with asyncio.timeout(2):
-                await self._pool.close()
-        except (TimeoutError, asyncpg.InterfaceError, OSError):
-            self._pool.terminate()
-
-    async def _fetch(self, name: str, *arguments: object) -> Sequence[Any]:
-        async with translated(name):
-            connection = await self._pool.acquire(timeout=self._timeout)
-            try:
-                async with asyncio.timeout(self._timeout):
-                    return await connection.fetch(_SQL[name], *arguments)
-            except asyncpg.ReadOnlySQLTransactionError:
-                # The server became a reader under open connections; new ones follow the address to the writer.
-                await self._pool.expire_connections()
-                raise
-            except (TimeoutError, asyncio.CancelledError, asyncpg.InternalClientError):
-                # asyncpg would wait without bound for the server's word on the cancelled statement, or use it again.
-                connection.terminate()
-                raise
-            finally:
-                await self._pool.release(connection)
+        statements = await StatementPool.open(
+            database_url,
+            _SQL,
+            role=ROLE,
+            size=_POOL_SIZE,
+            timeout_seconds=timeout_seconds,
+            init=_prepare_connection,
+            server_settings={"application_name": "fencepost-relay"},
+        )
+        return cls(statements, relay_id)
 
     async def installation(self) -> Installation:
         rows = await self._fetch("installation")
@@ -185,22 +112,25 @@ class Store:
 
     async def mark(self, receipts: Sequence[Receipt]) -> frozenset[int]:
         """Insert receipts; the lanes still held. A lane that is missing was lost and nothing was written for it."""
-        rows = await self._fetch(
-            "mark",
-            self._relay_id,
-            [receipt.lane for receipt in receipts],
-            [receipt.generation for receipt in receipts],
-            [receipt.sequence for receipt in receipts],
-            [receipt.cursor.position for receipt in receipts],
-            [receipt.cursor.snapshot for receipt in receipts],
-            [receipt.cursor.target for receipt in receipts],
-            [receipt.cursor.late_position for receipt in receipts],
-            [receipt.first_id for receipt in receipts],
-            [receipt.last_id for receipt in receipts],
-            [receipt.row_count for receipt in receipts],
-            [receipt.late_count for receipt in receipts],
-            [_partitions(receipt) for receipt in receipts],
-        )
+        try:
+            rows = await self._fetch(
+                "mark",
+                self._relay_id,
+                [receipt.lane for receipt in receipts],
+                [receipt.generation for receipt in receipts],
+                [receipt.sequence for receipt in receipts],
+                [receipt.cursor.position for receipt in receipts],
+                [receipt.cursor.snapshot for receipt in receipts],
+                [receipt.cursor.target for receipt in receipts],
+                [receipt.cursor.late_position for receipt in receipts],
+                [receipt.first_id for receipt in receipts],
+                [receipt.last_id for receipt in receipts],
+                [receipt.row_count for receipt in receipts],
+                [receipt.late_count for receipt in receipts],
+                [_partitions(receipt) for receipt in receipts],
+            )
+        except asyncpg.UniqueViolationError as error:
+            raise TransientError("mark: an earlier try of this mark, thought unanswered, was written meanwhile") from error
         return frozenset(row["lane"] for row in rows)
 
     async def marked_already(self, receipts: Sequence[Receipt]) -> frozenset[tuple[int, int]]:

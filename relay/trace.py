@@ -7,8 +7,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json
 from fencepost.errors import ConfigurationError
-from relay.console import DatabaseUrl, Inspector, JsonOutput, inspecting, print_json
+from relay.inspection import inspecting
 from relay.partitioner import partition_of
 
 __all__ = ["trace"]

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 
+from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
-from relay.clock import lease_clock
 from relay.cursor import ORIGIN
 from relay.lane import Lane, Receipt
 from relay.metrics import Metrics

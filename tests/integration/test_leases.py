@@ -390,7 +390,7 @@ async def test_a_mark_waits_for_no_flush(database: Any, open_store: OpenStore) -
     """synchronous_commit is off for the mark's own transaction, and stays as it was for the session."""
     a = await open_store("A")
     held = await a.claim(LEASE, 1, [])
-    async with a._pool.acquire() as connection:
+    async with a._statements._pool.acquire() as connection:
         await connection.fetch(SQL["mark"], "A", *_mark_arguments(receipts_of(held)))
         assert await connection.fetchval("SHOW synchronous_commit") == "on"
 

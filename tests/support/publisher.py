@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from relay.clock import lease_clock
+from fencepost.clock import lease_clock
 from relay.cursor import ORIGIN, Batch
 from relay.lane import Flight, Lane
 from relay.metrics import Metrics

@@ -171,7 +171,9 @@ def test_an_unknown_keyword_is_refused_by_name() -> None:
 
 def test_a_mistyped_variable_is_named_and_foreign_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes adds names of services with our prefix, so they are named, not refused."""
-    for name in ("FENCEPOST_BATCH_ROW", "FENCEPOST_BATCH_ROWS", "FENCEPOST_SERVICE_HOST", "FENCEPOST_PORT_9464_TCP"):
+    kubernetes = ("FENCEPOST_SERVICE_HOST", "FENCEPOST_PORT_9464_TCP")
+    other_parts = ("FENCEPOST_WORKER_HTTP_PORT", "FENCEPOST_IDEMPOTENCY_KEYS", "FENCEPOST_LEDGER_RETENTION")
+    for name in ("FENCEPOST_BATCH_ROW", "FENCEPOST_BATCH_ROWS", *kubernetes, *other_parts):
         monkeypatch.setenv(name, "5")
 
     assert unknown_variables() == ["FENCEPOST_BATCH_ROW"]

@@ -8,8 +8,8 @@ import structlog
 __all__ = ["configure_logs"]
 
 
-def configure_logs(level: str, relay_id: str) -> None:
-    """Set up structlog, and the standard library's loggers behind it, from warnings on."""
+def configure_logs(level: str, **bound: str) -> None:
+    """Set up structlog, and the standard library's loggers behind it, from warnings on. Every line carries ``bound``."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -22,7 +22,7 @@ def configure_logs(level: str, relay_id: str) -> None:
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(relay_id=relay_id)
+    structlog.contextvars.bind_contextvars(**bound)
     logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 

@@ -1,7 +1,7 @@
-"""/livez, /readyz and /metrics on one port, served by threads, so that a scrape never waits for the relay's loop.
+"""/livez, /readyz and /metrics on one port, served by threads, so that a scrape never waits for the event loop.
 
-Liveness: a restart would help. Readiness: database and broker answer. A refused row is an alert, not unreadiness: it
-would block the roll-out of its own fix.
+Liveness: a restart would help. Readiness: what the process needs answers. A refused row is an alert, not unreadiness:
+it would block the roll-out of its own fix.
 """
 
 import json
@@ -49,9 +49,12 @@ class _Handler(WSGIRequestHandler):
 
 
 class HealthServer:
-    """``live`` and ``ready`` return what is wrong, as short texts without secrets; an empty list is well."""
+    """``live`` and ``ready`` return what is wrong, as short texts without secrets; an empty list is well.
 
-    def __init__(self, host: str, port: int, *, registry: CollectorRegistry, live: Problems, ready: Problems) -> None:
+    ``prefix`` is that of the settings HTTP_HOST and HTTP_PORT, for a refusal to name them.
+    """
+
+    def __init__(self, host: str, port: int, *, prefix: str, registry: CollectorRegistry, live: Problems, ready: Problems) -> None:
         self._metrics = make_wsgi_app(registry)
         self._checks = {"/livez": live, "/readyz": ready}
         try:
@@ -60,8 +63,8 @@ class HealthServer:
             )
         except OSError as error:
             raise ConfigurationError(
-                f"FENCEPOST_HTTP_HOST, FENCEPOST_HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}; "
-                "give each relay of a machine a port of its own (0 picks one)"
+                f"{prefix}HTTP_HOST, {prefix}HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}; "
+                "give each process of a machine a port of its own (0 picks one)"
             ) from error
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)

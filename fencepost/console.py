@@ -1,8 +1,9 @@
 """What the operator's commands share: one connection, named statements, tables or JSON."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import asyncpg
@@ -11,44 +12,48 @@ from rich.console import Console
 from rich.table import Table
 
 from fencepost.addresses import check_database_url
+from fencepost.database import translated
 from fencepost.errors import TransientError
-from fencepost.statements import load_statements
-from relay.store import translated
 
 __all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "print_json", "print_table", "seconds"]
 
-_SQL: Final = load_statements("relay", "inspection.sql")
 _TIMEOUT_SECONDS: Final = 30
-_WRITERS: Final = {"rebase": "the role that owns the schema"}
 
 DatabaseUrl = Annotated[str, typer.Option("--database-url", envvar="FENCEPOST_DATABASE_URL", help="Database of the outbox.")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Inspector:
-    """Runs the statements of inspection.sql on one connection."""
+    """Runs named statements on one connection. ``role`` is what to grant to a user who may not, ``roles`` by statement."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(
+        self, connection: asyncpg.Connection, statements: Mapping[str, str], *, role: str, roles: Mapping[str, str]
+    ) -> None:
         self.connection = connection
+        self._statements = statements
+        self._role = role
+        self._roles = roles
 
     async def rows(self, name: str, *arguments: object) -> Sequence[Any]:
-        async with translated(name, role=_WRITERS.get(name, "fencepost_operator (to look) or fencepost_relay (to relay)")):
-            return await self.connection.fetch(_SQL[name], *arguments, timeout=_TIMEOUT_SECONDS)
+        async with translated(name, role=self._roles.get(name, self._role)):
+            return await self.connection.fetch(self._statements[name], *arguments, timeout=_TIMEOUT_SECONDS)
 
 
 @asynccontextmanager
-async def inspecting(database_url: str) -> AsyncIterator[Inspector]:
+async def inspecting(
+    database_url: str, statements: Mapping[str, str], *, role: str, roles: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Inspector]:
     """An inspector, connected. Raises ``ConfigurationError`` without an address, ``TransientError`` without an answer."""
     address = check_database_url(database_url)
     try:
-        async with translated("connect"):
+        async with translated("connect", role=role):
             connection = await asyncpg.connect(address, timeout=10)
     except TransientError as error:
         raise TransientError(
             f"FENCEPOST_DATABASE_URL: the database does not answer ({error}); is it up, and the address right?"
         ) from error
     try:
-        yield Inspector(connection)
+        yield Inspector(connection, statements, role=role, roles=roles)
     finally:
         await connection.close(timeout=5)
 

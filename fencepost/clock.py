@@ -1,4 +1,4 @@
-"""The relay's local clock, for leases only. Every comparison between processes is the database's."""
+"""The local clock, for leases only. Every comparison between processes is the database's."""
 
 import time
 

@@ -1,0 +1,108 @@
+"""What a worker holds and what it reports: a claimed job, and the four ways in which its attempt can end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple
+from uuid import UUID
+
+__all__ = ["Claim", "Completion", "FailedAttempt", "JobKey", "Reaped", "Release", "Settled", "Standing", "Usage"]
+
+
+class JobKey(NamedTuple):
+    """A run's job under one generation: what every write of its holder names."""
+
+    run_id: UUID
+    tenant_id: str
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A job leased to this worker. ``attempt_seconds`` is how long this attempt may take from its claim, None without bound."""
+
+    key: JobKey
+    attempt: int
+    max_attempts: int
+    workflow: str
+    workflow_version: int
+    input: bytes
+    checkpoint: bytes | None
+    retry_delay_seconds: float | None
+    attempt_seconds: float | None
+    root_run_id: UUID
+    iteration: int
+    traceparent: str | None
+    created_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What an attempt used: ``cost`` in the unit of the command's ``cost_limit``, ``detail`` any numbers worth keeping."""
+
+    cost: float | None = None
+    detail: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """An attempt that succeeded. ``started_after_seconds`` counts from the claim."""
+
+    key: JobKey
+    output: bytes
+    started_after_seconds: float
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedAttempt:
+    """An attempt that failed. ``delay_seconds`` None: trying again cannot help, and ``reason`` says why."""
+
+    key: JobKey
+    delay_seconds: float | None
+    reason: str | None
+    error_class: str
+    error_code: str
+    checkpoint: bytes | None
+    started_after_seconds: float
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """An attempt given back by a worker that stops."""
+
+    key: JobKey
+    checkpoint: bytes | None
+    started_after_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What became of a job: queued again, dead (and why), or cancelled."""
+
+    state: str
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reaped:
+    """A job that no claim could see any more."""
+
+    workflow: str
+    state: str
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a job stands whose holder's write changed nothing.
+
+    ``held``: still its own; ``ended_here``: ended under its generation, so by a write of its own that seemed unanswered, or by
+    a cancellation or the reaper.
+    """
+
+    run_state: str
+    held: bool
+    ended_here: bool
+    cancel_requested: bool

@@ -1,0 +1,129 @@
+"""asyncpg at Fencepost's edge: named statements on a small pool, and foreign errors become Fencepost's.
+
+No transaction outlives a statement: every one is a single implicit transaction, so nothing is ever open while anything
+else is awaited, and every statement works through a transaction pooler.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import asyncpg
+
+from fencepost.errors import ConfigurationError, FencepostError, TransientError
+
+__all__ = ["StatementPool", "connect_listener", "translated"]
+
+# Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
+_TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
+_READ_ONLY: Final = "25006"
+_LOCK_NOT_AVAILABLE: Final = "55P03"
+
+
+@asynccontextmanager
+async def translated(statement: str, *, role: str) -> AsyncIterator[None]:
+    """Foreign errors in, Fencepost's out, cause kept: ``TransientError`` if waiting helps, else ``ConfigurationError``.
+
+    ``role`` is what to grant to a user who may not. Errors of PostgreSQL that are neither pass through unchanged.
+    """
+    try:
+        yield
+    except asyncpg.PostgresError as error:
+        ours = _translate(statement, error, role)
+        if ours is None:
+            raise
+        raise ours from error
+    except (asyncpg.ClientConfigurationError, ValueError) as error:
+        raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address that PostgreSQL's clients take") from error
+    except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
+        # InternalClientError: the server's farewell has arrived on a pooled connection and its end has not, yet.
+        raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
+
+
+def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> FencepostError | None:
+    state = error.sqlstate or ""
+    if state[:2] in _TRANSIENT_CLASSES or state in {_READ_ONLY, _LOCK_NOT_AVAILABLE}:
+        return TransientError(f"{statement}: {state} {error}")
+    if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
+        return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
+    if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
+        return ConfigurationError(f"the schema is missing or older than this version ({error}); run `fencepost migrate`")
+    if isinstance(error, asyncpg.ObjectInUseError):
+        return ConfigurationError(f"{error.message}; {error.hint}" if error.hint else str(error))
+    if isinstance(error, asyncpg.InsufficientPrivilegeError):
+        return ConfigurationError(f"{error}; grant {role} to this database user")
+    return None
+
+
+async def connect_listener(database_url: str, *, role: str) -> asyncpg.Connection:
+    """A connection of its own for LISTEN."""
+    async with translated("listen", role=role):
+        return await asyncpg.connect(database_url, timeout=10, server_settings={"application_name": "fencepost-listen"})
+
+
+async def _keep_nothing(_connection: asyncpg.Connection) -> None:
+    """Statements leave no session state behind, so returning a connection to the pool needs no statement."""
+
+
+class StatementPool:
+    """Runs named statements. ``timeout_seconds`` bounds each, and the wait for its connection."""
+
+    def __init__(
+        self, pool: "asyncpg.Pool[asyncpg.Record]", statements: Mapping[str, str], *, role: str, timeout_seconds: float
+    ) -> None:
+        self._pool = pool
+        self._statements = statements
+        self._role = role
+        self._timeout = timeout_seconds
+
+    @classmethod
+    async def open(
+        cls,
+        database_url: str,
+        statements: Mapping[str, str],
+        *,
+        role: str,
+        size: int,
+        timeout_seconds: float,
+        init: Callable[[asyncpg.Connection], Coroutine[Any, Any, None]] | None = None,
+        server_settings: Mapping[str, str],
+    ) -> "StatementPool":
+        """Connect once, so that a wrong address is known at once; ``role`` is what to grant to a user who may not."""
+        async with translated("connect", role=role):
+            pool = await asyncpg.create_pool(
+                database_url,
+                min_size=1,
+                max_size=size,
+                timeout=timeout_seconds,
+                init=init,
+                reset=_keep_nothing,
+                server_settings=dict(server_settings),
+            )
+        return cls(pool, statements, role=role, timeout_seconds=timeout_seconds)
+
+    async def close(self) -> None:
+        """Close every connection, by force if one hangs."""
+        try:
+            async with asyncio.timeout(2):
+                await self._pool.close()
+        except (TimeoutError, asyncpg.InterfaceError, OSError):
+            self._pool.terminate()
+
+    async def fetch(self, name: str, *arguments: object) -> Sequence[Any]:
+        """The rows of the statement ``name``. Raises ``TransientError`` where waiting helps."""
+        async with translated(name, role=self._role):
+            connection = await self._pool.acquire(timeout=self._timeout)
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return await connection.fetch(self._statements[name], *arguments)
+            except asyncpg.ReadOnlySQLTransactionError:
+                # The server became a reader under open connections; new ones follow the address to the writer.
+                await self._pool.expire_connections()
+                raise
+            except (TimeoutError, asyncio.CancelledError, asyncpg.InternalClientError):
+                # asyncpg would wait without bound for the server's word on the cancelled statement, or use it again.
+                connection.terminate()
+                raise
+            finally:
+                await self._pool.release(connection)
