@@ -188,7 +188,7 @@ def _becomes_another_number(text: str, value: float) -> bool:
         return False
     exact = Decimal(text)
     is_written_to_its_units = len(exact.as_tuple().digits) > exact.adjusted()
-    return is_written_to_its_units and exact not in (Decimal(value), Decimal(repr(value)))
+    return is_written_to_its_units and exact not in (Decimal.from_float(value), Decimal(repr(value)))
 
 
 def _check_texts(value: Json) -> None:

@@ -17,8 +17,8 @@ __all__ = ["app", "main"]
 
 _GROUP = "fencepost.commands"
 # What each entry point would have added, and the extra that it needs.
-_COMMANDS = {"relay": ("relay", "status", "trace", "check", "lanes")}
-_EXTRAS = {"demo": "dev"}
+_COMMANDS = {"relay": ("relay", "status", "trace", "check", "lanes"), "worker": ("worker", "runs", "diagnose")}
+_EXTRAS = {"demo": "dev", "worker": "consumer"}
 
 
 def _version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Enqueues on an asyncpg connection, inside the transaction that the caller has open on it."""
+"""Enqueues events and accepts commands on an asyncpg connection, inside the transaction that the caller has open on it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -6,12 +6,31 @@ from uuid import UUID
 
 import asyncpg
 
-from fencepost.errors import TransactionRequired
+from fencepost.errors import IdempotencyError, InvalidCommand, TransactionRequired
+from producer_sdk.acceptance import (
+    KEY_RETENTION_SECONDS,
+    Acceptance,
+    Accepted,
+    Answer,
+    Patience,
+    Submission,
+    acceptances,
+    outcomes,
+    persist_async,
+)
+from producer_sdk.command import Command
 from producer_sdk.event import Event
+from producer_sdk.identity import Scope, Secrets, Unkeyed
+from producer_sdk.runs import Cancellation, Run, cancel_parameters, cancelled, read_parameters, run_from
 from producer_sdk.writing import (
+    ACCEPT,
     AUTOCOMMIT,
+    CANCEL_RUN,
     ENQUEUE,
     ENQUEUE_MANY,
+    READ_RUN,
+    Parameters,
+    Statement,
     event_ids,
     many_parameters,
     one_parameters,
@@ -23,7 +42,7 @@ if TYPE_CHECKING:
 
     Connection: TypeAlias = asyncpg.Connection[Any] | PoolConnectionProxy[Any]
 
-__all__ = ["enqueue", "enqueue_many"]
+__all__ = ["accept", "accept_many", "cancel", "enqueue", "enqueue_many", "read_run"]
 
 
 async def enqueue(connection: "Connection", event: Event) -> UUID:
@@ -50,8 +69,80 @@ async def enqueue_many(connection: "Connection", events: Sequence[Event]) -> lis
     return event_ids(events)
 
 
+async def accept(
+    connection: "Connection",
+    command: Command,
+    scope: Scope,
+    key: str | Unkeyed,
+    *,
+    secrets: Secrets | None = None,
+    key_retention_seconds: float = KEY_RETENTION_SECONDS,
+    wait_seconds: float = 0,
+) -> Accepted:
+    """Accept a command, or find the run that its key stands for, in one round trip.
+
+    ``secrets`` default to the environment's, read once in the life of the process. ``wait_seconds``: while another
+    transaction accepts the key, try again for so long, the transaction staying open; 0 raises ``InProgress`` at once.
+    Raises what ``producer_sdk`` lists. An ``IdempotencyError`` leaves the transaction usable, an error of the database
+    does not, as with ``enqueue``.
+    """
+    _require_transaction(connection)
+    acceptance = Acceptance(command, scope, key, secrets=secrets, key_retention_seconds=key_retention_seconds)
+    parameters = acceptance.parameters()
+
+    async def attempt() -> Answer:
+        return Answer(*await _row(connection, ACCEPT, parameters))
+
+    return acceptance.judged(await persist_async(attempt, Patience(wait_seconds)))
+
+
+async def accept_many(
+    connection: "Connection",
+    submissions: Sequence[Submission],
+    *,
+    secrets: Secrets | None = None,
+    key_retention_seconds: float = KEY_RETENTION_SECONDS,
+) -> list[Accepted | IdempotencyError]:
+    """Accept up to 1,000 commands in one pipelined round trip and return, in their order, what came of each.
+
+    A key that is refused stands in the list as its error and spoils no other. An error of the database undoes all.
+    """
+    _require_transaction(connection)
+    accepting = acceptances(submissions, secrets=secrets, key_retention_seconds=key_retention_seconds)
+    sent = [one.parameters() for one in accepting if isinstance(one, Acceptance)]
+    rows: list[Any] = []
+    if sent:
+        with translated(asyncpg.PostgresError, refusal=InvalidCommand):
+            rows = await connection.fetchmany(ACCEPT.numbered, sent)
+    return outcomes(accepting, [Answer(*row) for row in rows])
+
+
+async def cancel(
+    connection: "Connection", run_id: UUID, *, tenant_id: str, actor: str, reason: str, expected_version: int | None = None
+) -> Cancellation:
+    """Cancel a run, or ask its worker to; ``actor`` and ``reason`` go to the audit.
+
+    ``expected_version``: cancel only what you saw. Raises ``RunNotFound``, ``RunChanged``, ``RunEnded``.
+    """
+    _require_transaction(connection)
+    parameters = cancel_parameters(run_id, tenant_id=tenant_id, actor=actor, reason=reason, expected_version=expected_version)
+    return cancelled(await _row(connection, CANCEL_RUN, parameters))
+
+
+async def read_run(connection: "Connection", run_id: UUID, *, tenant_id: str) -> Run:
+    """Return a run's state and answer; needs no transaction. Raises ``RunNotFound``."""
+    return run_from(run_id, await _row(connection, READ_RUN, read_parameters(run_id, tenant_id)))
+
+
+async def _row(connection: "Connection", statement: Statement, parameters: Parameters) -> Sequence[Any]:
+    with translated(asyncpg.PostgresError, refusal=InvalidCommand):
+        row = await connection.fetchrow(statement.numbered, *parameters)
+    assert row is not None
+    return tuple(row)
+
+
 def _require_transaction(connection: "Connection") -> None:
     if not hasattr(connection, "is_in_transaction"):
-        raise TypeError("enqueue takes an asyncpg connection; acquire one from the pool, and begin a transaction on it")
+        raise TypeError("this takes an asyncpg connection; acquire one from the pool, and begin a transaction on it")
     if not connection.is_in_transaction():
         raise TransactionRequired(AUTOCOMMIT)

@@ -205,7 +205,8 @@ def request_of(value: object) -> object:
     """Return what is fingerprinted of an input: of a pydantic model the fields that the client set, at every level.
 
     A new field with a default therefore changes no old fingerprint. Serializers, aliases and computed fields play no
-    part, since they are the server's; a field that a validator assigns counts as set. JSON values pass as they are.
+    part, since they are the server's; a field that a validator assigns counts as set. JSON values pass as they are, so
+    a model with fields that have no canonical form, such as URLs and sets, can be passed as the dict of its JSON form.
     Raises ``InvalidJson`` for a dataclass, which does not say what was set.
     """
     return _request_of(value, 0)

@@ -24,7 +24,7 @@ from fencepost.wire import (
     RESERVED_HEADERS,
 )
 
-__all__ = ["check_count", "check_event", "key_bytes"]
+__all__ = ["check_count", "check_event", "check_optional_text", "check_topic", "key_bytes"]
 
 _TOPIC: Final = re.compile(rf"[a-zA-Z0-9._-]{{1,{MAX_TOPIC_CHARACTERS}}}")
 _DOTS: Final = frozenset({".", ".."})
@@ -58,16 +58,16 @@ class Draft(Protocol):
 
 def check_event(event: Draft) -> None:
     """Raise ``InvalidEvent`` for the first rule that the event breaks, in the order of the SQL function."""
-    _check_topic(event.topic)
+    check_topic(event.topic)
     _check_text("type", event.type)
     _check_key(event.key)
     _check_payload(event.payload, event.key)
     _check_event_id(event.event_id)
     for name in _ATTRIBUTES_BEFORE_TOKEN:
-        _check_optional_text(name, getattr(event, name))
+        check_optional_text(name, getattr(event, name))
     _check_fencing_token(event.fencing_token)
-    _check_optional_text("traceparent", event.traceparent)
-    _check_optional_text("tracestate", event.tracestate, most=MAX_TRACESTATE_BYTES)
+    check_optional_text("traceparent", event.traceparent)
+    check_optional_text("tracestate", event.tracestate, most=MAX_TRACESTATE_BYTES)
     _check_headers(event.headers)
 
 
@@ -90,7 +90,8 @@ def _encoded(field: str, text: str) -> bytes:
         raise InvalidEvent(field, "must be valid Unicode text", _TEXT_REMEDY) from None
 
 
-def _check_topic(topic: object) -> None:
+def check_topic(topic: object) -> None:
+    """Raise ``InvalidEvent`` for a name that no Kafka topic can have."""
     if not isinstance(topic, str) or not _TOPIC.fullmatch(topic) or topic in _DOTS:
         raise InvalidEvent(
             "topic",
@@ -128,7 +129,8 @@ def _check_event_id(event_id: object) -> None:
         raise InvalidEvent("event_id", "must be a uuid.UUID", "leave it out to have one minted")
 
 
-def _check_optional_text(field: str, text: object, *, most: int = MAX_ATTRIBUTE_BYTES) -> None:
+def check_optional_text(field: str, text: object, *, most: int = MAX_ATTRIBUTE_BYTES) -> None:
+    """Raise ``InvalidEvent`` for what is neither None nor text of 1 to ``most`` bytes."""
     if text is not None:
         _check_text(field, text, most=most, remedy="shorten it, or leave it out")
 

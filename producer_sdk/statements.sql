@@ -18,3 +18,30 @@ SELECT fencepost.enqueue_many(
     content_types => $10::text[], tenant_ids => $11::text[], run_ids => $12::text[], steps => $13::text[],
     operations => $14::text[], fencing_tokens => $15::bigint[], traceparents => $16::text[],
     tracestates => $17::text[]);
+
+-- name: accept
+-- Accepts one command, or finds the run that its key stands for. The isolation level comes along, because it decides whether
+-- trying again in this transaction can help.
+SELECT a.outcome, a.accepted_run_id::text AS run_id, a.run_state, a.stored_key_version, a.stored_profile,
+       a.stored_schema_version, a.stored_fingerprint, current_setting('transaction_isolation') AS isolation
+FROM fencepost.accept(
+    tenant_id => $1::text, run_id => $2::uuid, workflow => $3::text, workflow_version => $4::integer, topic => $5::text,
+    input => $6::bytea, delay => make_interval(secs => $7::double precision), max_attempts => $8::integer,
+    deadline => make_interval(secs => $9::double precision), cost_limit => $10::numeric, traceparent => $11::text,
+    key_versions => $12::smallint[], key_hashes => $13::bytea[], fingerprints => $14::bytea[], written => $15::integer,
+    profile => $16::smallint, retention => make_interval(secs => $17::double precision)) AS a;
+
+-- name: cancel_run
+-- Cancels a run, or asks its worker to. The last parameter is the version that the caller saw, or null.
+SELECT c.outcome, c.run_state, c.run_version
+FROM fencepost.cancel_run(
+    tenant_id => $1::text, run_id => $2::uuid, actor => $3::text, reason => $4::text, expected_version => $5::bigint) AS c;
+
+-- name: read_run
+-- One row; all null if the tenant has no such run. Times as microseconds since 1970, which every driver reads alike.
+SELECT r.workflow, r.state, r.version, r.attempts, r.output, r.error_code,
+       (extract(epoch FROM r.created_at) * 1000000)::bigint AS created_at,
+       (extract(epoch FROM r.started_at) * 1000000)::bigint AS started_at,
+       (extract(epoch FROM r.finished_at) * 1000000)::bigint AS finished_at,
+       (extract(epoch FROM r.cancel_requested_at) * 1000000)::bigint AS cancel_requested_at
+FROM fencepost.read_run(tenant_id => $1::text, run_id => $2::uuid) AS r;

@@ -1,4 +1,4 @@
-"""What every adapter shares: the two statements in each style of placeholder, their parameters, and the refusals."""
+"""What every adapter shares: the statements in each style of placeholder, the parameters of events, and the refusals."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -7,16 +7,27 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-from fencepost.errors import ConfigurationError, DuplicateEvent, FencepostError, InvalidEvent, TransactionRequired
+from fencepost.errors import (
+    ConfigurationError,
+    DuplicateEvent,
+    FencepostError,
+    InvalidCommand,
+    InvalidEvent,
+    InvalidInput,
+    TransactionRequired,
+)
 from fencepost.statements import load_statements
 from producer_sdk.event import Event
 from producer_sdk.rules import check_count
 
 __all__ = [
     "ABORTED",
+    "ACCEPT",
     "AUTOCOMMIT",
+    "CANCEL_RUN",
     "ENQUEUE",
     "ENQUEUE_MANY",
+    "READ_RUN",
     "Parameters",
     "Statement",
     "event_ids",
@@ -27,14 +38,12 @@ __all__ = [
     "with_counted_placeholders",
 ]
 
-AUTOCOMMIT: Final = (
-    "the connection is in autocommit, so the event would commit alone; open a transaction around the domain rows and the event"
-)
+AUTOCOMMIT: Final = "the connection is in autocommit, so this would commit alone; open a transaction around it and the domain rows"
 ABORTED: Final = (
     "an earlier error aborted the transaction, which can write nothing more; "
-    "roll back, or roll back to a savepoint taken before that error, then enqueue"
+    "roll back, or roll back to a savepoint taken before that error, then try again"
 )
-READ_ONLY: Final = "the transaction is read-only, or the server is a standby; enqueue in a read-write transaction on the primary"
+READ_ONLY: Final = "the transaction is read-only, or the server is a standby; use a read-write transaction on the primary"
 
 # Values for the driver, in the order of a statement's placeholders.
 Parameters: TypeAlias = tuple[Any, ...]
@@ -63,8 +72,17 @@ def with_counted_placeholders(sql: str) -> str:
 
 
 _STATEMENTS: Final = load_statements("producer_sdk", "statements.sql")
-ENQUEUE: Final = Statement(_STATEMENTS["enqueue"], with_counted_placeholders(_STATEMENTS["enqueue"]))
-ENQUEUE_MANY: Final = Statement(_STATEMENTS["enqueue_many"], with_counted_placeholders(_STATEMENTS["enqueue_many"]))
+
+
+def _statement(name: str) -> Statement:
+    return Statement(_STATEMENTS[name], with_counted_placeholders(_STATEMENTS[name]))
+
+
+ENQUEUE: Final = _statement("enqueue")
+ENQUEUE_MANY: Final = _statement("enqueue_many")
+ACCEPT: Final = _statement("accept")
+CANCEL_RUN: Final = _statement("cancel_run")
+READ_RUN: Final = _statement("read_run")
 
 
 def one_parameters(event: Event) -> Parameters:
@@ -135,26 +153,30 @@ def _column(values: Sequence[object]) -> Sequence[object] | None:
 
 
 @contextmanager
-def translated(foreign: type[Exception], origin: Callable[[Exception], BaseException] = lambda error: error) -> Iterator[None]:
+def translated(
+    foreign: type[Exception],
+    origin: Callable[[Exception], BaseException] = lambda error: error,
+    *,
+    refusal: type[InvalidInput] = InvalidEvent,
+) -> Iterator[None]:
     """Turn the driver's errors that Fencepost knows into its own; every other passes through as it is.
 
     ``origin`` finds the driver's error inside a library's wrapper. It becomes the cause, and the wrapper does not:
-    a wrapper may print the parameters, payload included.
+    a wrapper may print the parameters, payload included. ``refusal``: what a limit of the SQL function becomes.
     """
     try:
         yield
     except foreign as error:
         cause = origin(error)
-        known = _known(cause)
+        known = _known(cause, refusal)
         if known is None:
             raise
         raise known from cause
 
 
-def _known(error: BaseException) -> FencepostError | None:
+def _known(error: BaseException, refusal: type[InvalidInput]) -> FencepostError | None:
     """The error of ours that a driver's error stands for, by SQLSTATE, constraint and our own messages' prefix."""
     diagnosis = getattr(error, "diag", None)  # psycopg; asyncpg has these as attributes of the error itself
-    constraint = getattr(diagnosis or error, "constraint_name", None)
     message = getattr(diagnosis, "message_primary", None) or getattr(error, "message", None) or ""
     match getattr(error, "sqlstate", None):
         case "25P02":
@@ -164,18 +186,27 @@ def _known(error: BaseException) -> FencepostError | None:
         case "3F000" | "42883":
             return ConfigurationError("the database has no Fencepost schema, or an old one; run `fencepost migrate`")
         case "42501":
-            return ConfigurationError("the database user may not enqueue; GRANT fencepost_producer TO that user")
-        case "23505" if constraint == "outbox_event_id_key":
-            return DuplicateEvent(
-                "event_id", "the outbox already holds this id", "take the event as written, or leave event_id out"
-            )
+            return ConfigurationError("the database user may not call Fencepost; GRANT fencepost_producer TO that user")
+        case "23505":
+            return _duplicate(getattr(diagnosis or error, "constraint_name", None))
         case "23514" | "22023":
-            return _refused(message)
+            return _refused(message, refusal)
     return None
 
 
-def _refused(message: str) -> InvalidEvent | None:
+def _duplicate(constraint: str | None) -> FencepostError | None:
+    match constraint:
+        case "outbox_event_id_key":
+            return DuplicateEvent(
+                "event_id", "the outbox already holds this id", "take the event as written, or leave event_id out"
+            )
+        case "runs_pkey":
+            return InvalidCommand("run_id", "a run with this id exists", "leave run_id out; the key is what finds a run again")
+    return None
+
+
+def _refused(message: str, refusal: type[InvalidInput]) -> InvalidInput | None:
     match = _REFUSAL.fullmatch(message)
     if match is None:
         return None
-    return InvalidEvent(match["field"], match["limit"], match["remedy"] or "correct it before it is enqueued")
+    return refusal(match["field"], match["limit"], match["remedy"] or "correct it and try again")

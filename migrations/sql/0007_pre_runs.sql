@@ -4,12 +4,12 @@
 -- One lock order for all of it: a job's row, then its run's row, then what hangs below the run. Several jobs are locked in the
 -- order of (run_id, tenant_id), or with SKIP LOCKED. Everything that ends a run holds its job's row, so the row is the referee.
 --
--- The tenant is in every key. run_id comes first in them: it is a UUIDv7, so rows of one time lie together.
+-- The tenant is in every key (COLLATE "C": workers take turns by its order). run_id comes first in them: it is a UUIDv7, so rows of one time lie together.
 -- One CHECK a table: each constraint's expression is parsed anew by every INSERT statement, at some 13 us.
 
 CREATE TABLE fencepost.runs (
     run_id              uuid        NOT NULL,
-    tenant_id           text        NOT NULL,
+    tenant_id           text        COLLATE "C" NOT NULL,
     root_run_id         uuid        NOT NULL,
     replay_of           uuid,
     iteration           integer     NOT NULL DEFAULT 0,
@@ -44,7 +44,7 @@ CREATE INDEX runs_failed_idx ON fencepost.runs (finished_at) WHERE state = 'fail
 -- Gapless per run: the sequence is drawn by updating the run's row, in the transaction that inserts the event.
 CREATE TABLE fencepost.run_events (
     run_id        uuid        NOT NULL,
-    tenant_id     text        NOT NULL,
+    tenant_id     text        COLLATE "C" NOT NULL,
     sequence      bigint      NOT NULL,
     type          text        NOT NULL,
     detail        jsonb       NOT NULL DEFAULT '{}',
@@ -63,7 +63,7 @@ CREATE UNIQUE INDEX run_events_terminal_key ON fencepost.run_events (run_id, ten
 
 CREATE TABLE fencepost.jobs (
     run_id              uuid        NOT NULL,
-    tenant_id           text        NOT NULL,
+    tenant_id           text        COLLATE "C" NOT NULL,
     workflow            text        NOT NULL,
     state               text        NOT NULL DEFAULT 'queued',
     available_at        timestamptz NOT NULL,
@@ -108,7 +108,7 @@ CREATE INDEX jobs_deadline_idx ON fencepost.jobs (deadline_at) WHERE state = 'qu
 
 CREATE TABLE fencepost.job_attempts (
     run_id        uuid        NOT NULL,
-    tenant_id     text        NOT NULL,
+    tenant_id     text        COLLATE "C" NOT NULL,
     generation    bigint      NOT NULL,
     number        integer     NOT NULL,
     worker        text        NOT NULL,
@@ -139,7 +139,7 @@ COMMENT ON TABLE fencepost.job_attempts IS 'Every claimed execution, none overwr
 CREATE TABLE fencepost.idempotency_keys (
     key_hash            bytea       NOT NULL,
     key_version         smallint    NOT NULL,
-    tenant_id           text        NOT NULL,
+    tenant_id           text        COLLATE "C" NOT NULL,
     run_id              uuid,
     fingerprint         bytea,
     fingerprint_profile smallint,
@@ -159,7 +159,7 @@ CREATE INDEX idempotency_keys_expiry_idx ON fencepost.idempotency_keys (expires_
 -- Keyed by the run that was replayed: a dead run is run anew once, and the next replay starts from that new run.
 CREATE TABLE fencepost.job_replays (
     run_id      uuid        NOT NULL,
-    tenant_id   text        NOT NULL,
+    tenant_id   text        COLLATE "C" NOT NULL,
     new_run_id  uuid        NOT NULL,
     actor       text        NOT NULL,
     reason      text        NOT NULL,

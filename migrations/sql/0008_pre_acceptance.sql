@@ -145,7 +145,11 @@ BEGIN
             PERFORM fencepost.bind_key(tenant_id, run_id, key_versions, key_hashes, fingerprints, written, profile, workflow_version, retention);
         EXCEPTION WHEN unique_violation OR serialization_failure THEN
             GET STACKED DIAGNOSTICS violated = CONSTRAINT_NAME;
-            IF violated = 'runs_pkey' THEN
+            -- A winner that this snapshot cannot see took the key, or the run id that both derived from it. Any other
+            -- unique violation would stay one in a new transaction. A serialization failure names no constraint.
+            IF violated NOT IN ('', 'idempotency_keys_pkey')
+                AND (violated <> 'runs_pkey'
+                     OR EXISTS (SELECT FROM fencepost.runs AS r WHERE r.run_id = run_id AND r.tenant_id = tenant_id)) THEN
                 RAISE;
             END IF;
             outcome := 'in_progress';

@@ -75,7 +75,8 @@ class Runs:
             deadline, cost_limit, [key.version for key in keys], [key.key_hash for key in keys],
             [key.fingerprint for key in keys], len(keys), retention,
         )  # fmt: skip
-        assert row is not None and row["outcome"] in ("created", "found"), row
+        assert row is not None
+        assert row["outcome"] in ("created", "found"), row
         return uuid.UUID(str(row["accepted_run_id"]))
 
     async def claim(

@@ -207,7 +207,7 @@ def test_an_invalid_byte_or_mark_is_refused(text: bytes | str) -> None:  # FINGE
 
 @pytest.mark.parametrize("unit", ["[", '{"a":', '[{"":', '["]",{"}":'])
 def test_depth_is_refused_without_recursion(unit: str) -> None:  # FINGERPRINT-14
-    assert "deeper" in refusal_of(unit * 200_000).limit
+    assert "deeper" in refusal_of(unit * 200_000, max_bytes=10_000_000).limit
 
 
 def test_depth_is_allowed_up_to_its_limit() -> None:
@@ -216,6 +216,7 @@ def test_depth_is_allowed_up_to_its_limit() -> None:
 
     assert parse_json(text) == value
     assert canonical_json(value).decode() == text
+    assert parse_json(f"[[],{text[1:]}") == [[], *value]
     assert "deeper" in refusal_of(f"[{text}]").limit
     assert "deeper" in unwritable([value]).limit
     assert parse_json("[[1]]", max_depth=2) == [[1]]

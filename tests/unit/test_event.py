@@ -52,10 +52,29 @@ def refusal(**changes: Any) -> InvalidEvent:
 
 def test_the_public_surface_is_this() -> None:
     assert producer_sdk.__all__ == [
+        "UNKEYED",
+        "Accepted",
+        "Cancellation",
+        "Command",
         "ConfigurationError",
         "DuplicateEvent",
         "Event",
+        "IdempotencyConflict",
+        "IdempotencyError",
+        "InProgress",
+        "InvalidCommand",
         "InvalidEvent",
+        "InvalidInput",
+        "KeyExpired",
+        "KeyInvalid",
+        "KeyMissing",
+        "Run",
+        "RunChanged",
+        "RunEnded",
+        "RunNotFound",
+        "Scope",
+        "Secrets",
+        "Submission",
         "TransactionRequired",
     ]
     for name in producer_sdk.__all__:

@@ -1,0 +1,220 @@
+"""What a handler sees of its run: identity, fence, deadline, cancellation, and the ways to report and to commit.
+
+Everything that writes names the generation it was made under. A handler that has lost its lease changes nothing.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+from uuid import UUID
+
+from consumer_sdk.jobs import Claim, Completion, Usage
+from fencepost.clock import lease_clock
+from fencepost.errors import InvalidCommand
+
+if TYPE_CHECKING:
+    import asyncpg
+
+__all__ = ["MAX_CHECKPOINT_BYTES", "MAX_OUTPUT_BYTES", "AttemptState", "RunContext", "RunWriter", "encoded"]
+
+MAX_OUTPUT_BYTES: Final = 1_000_000
+MAX_CHECKPOINT_BYTES: Final = 100_000
+_MAX_EVENT_BYTES: Final = 100_000
+_MOST_USED: Final = 1e15
+
+
+class RunWriter(Protocol):
+    """The worker, as far as a context needs it."""
+
+    async def complete(self, completion: Completion, *, trusted_until: float) -> None: ...
+    async def complete_within(self, connection: "asyncpg.Connection", completion: Completion) -> None: ...
+    async def guard_within(self, connection: "asyncpg.Connection", claim: Claim) -> None: ...
+    async def append_event(self, claim: Claim, event_type: str, detail: Mapping[str, object]) -> int: ...
+    async def save_checkpoint(self, state: "AttemptState") -> None: ...
+    def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
+
+
+class AttemptState:
+    """What the worker and a handler's context share of one attempt."""
+
+    def __init__(self, claim: Claim, *, claimed_at: float, trusted_seconds: float) -> None:
+        self.claim = claim
+        self.claimed_at = claimed_at
+        self._trusted_seconds = trusted_seconds
+        self.renewed(claimed_at)
+        self.started_after = 0.0
+        self.progressed_at = claimed_at
+        self.checkpoint: bytes | None = None
+        self.saved_checkpoint: bytes | None = None
+        self.usage = Usage()
+        self.completed = False
+        self.cancelled = asyncio.Event()
+        self.stopping = asyncio.Event()
+
+    def renewed(self, asked_at: float) -> None:
+        """The lease was claimed or renewed by a statement that began at ``asked_at`` on the lease clock."""
+        self.renewed_at = asked_at
+        self.trusted_until = asked_at + self._trusted_seconds
+
+    @property
+    def deadline(self) -> float | None:
+        """When the attempt must have ended, on the lease clock; None without a limit."""
+        seconds = self.claim.attempt_seconds
+        return None if seconds is None else self.claimed_at + seconds
+
+    @property
+    def unsaved_checkpoint(self) -> bytes | None:
+        """The newest checkpoint, if it is not known to be stored."""
+        return None if self.checkpoint is self.saved_checkpoint else self.checkpoint
+
+    def completion(self, output: bytes) -> Completion:
+        return Completion(key=self.claim.key, output=output, started_after_seconds=self.started_after, usage=self.usage)
+
+
+class RunContext:
+    """One attempt of one run, as its handler sees it."""
+
+    def __init__(self, state: AttemptState, writer: RunWriter) -> None:
+        self._state = state
+        self._writer = writer
+        self._transaction: asyncpg.Connection | None = None
+        self._completing = False
+
+    @property
+    def run_id(self) -> UUID:
+        return self._state.claim.key.run_id
+
+    @property
+    def tenant_id(self) -> str:
+        return self._state.claim.key.tenant_id
+
+    @property
+    def root_run_id(self) -> UUID:
+        """First run of the lineage: the same for a run and its replays."""
+        return self._state.claim.root_run_id
+
+    @property
+    def workflow_version(self) -> int:
+        return self._state.claim.workflow_version
+
+    @property
+    def fencing_token(self) -> int:
+        """The lease's generation: pass it to whatever can refuse an older one."""
+        return self._state.claim.key.generation
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first attempt."""
+        return self._state.claim.attempt
+
+    @property
+    def traceparent(self) -> str | None:
+        """W3C trace context of the acceptance."""
+        return self._state.claim.traceparent
+
+    @property
+    def checkpoint(self) -> object:
+        """What the last checkpoint of an earlier attempt held; None if there was none."""
+        stored = self._state.claim.checkpoint
+        return None if stored is None else json.loads(stored)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the run's cancellation was requested. The handler is cancelled as well, unless it asked for none."""
+        return self._state.cancelled.is_set()
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the worker stops: finish, or save a checkpoint and return soon. What is left is given back."""
+        return self._state.stopping
+
+    @property
+    def trusted_seconds(self) -> float:
+        """How long the lease may still be trusted without another renewal; by the local clock, margin taken off."""
+        return self._state.trusted_until - lease_clock()
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Until the attempt's deadline; None without one."""
+        deadline = self._state.deadline
+        return None if deadline is None else deadline - lease_clock()
+
+    def progress(self, checkpoint: object = None) -> None:
+        """Report progress, and a checkpoint from which a later attempt can go on. It is stored with the next renewal, and at
+        the latest with the attempt's end, whichever way it ends; call ``save`` to have it stored now.
+
+        Raises ``InvalidCommand`` for a checkpoint over 100,000 bytes or one that JSON cannot hold.
+        """
+        self._state.progressed_at = lease_clock()
+        if checkpoint is not None:
+            self._state.checkpoint = encoded("checkpoint", checkpoint, most=MAX_CHECKPOINT_BYTES)
+
+    async def save(self, checkpoint: object) -> None:
+        """Store a checkpoint now. Raises ``LeaseLost`` if the run is no longer held."""
+        self.progress(checkpoint)
+        await self._writer.save_checkpoint(self._state)
+
+    def use(self, *, cost: float = 0, **detail: float) -> None:
+        """Add to what this attempt used: ``cost`` counts against the command's ``cost_limit``, the rest is kept as evidence.
+
+        Raises ``InvalidCommand`` for what is not a number from 0 to 1e15.
+        """
+        for amount in (cost, *detail.values()):
+            if not 0 <= amount <= _MOST_USED:
+                raise InvalidCommand("usage", "must be numbers from 0 to 1e15", "report what was used, not what is left")
+        usage = self._state.usage
+        amounts = dict(usage.detail or {})
+        for name, amount in detail.items():
+            amounts[name] = amounts.get(name, 0) + amount
+        self._state.usage = Usage(cost=(usage.cost or 0) + cost, detail=amounts or None)
+
+    async def event(self, name: str, detail: Mapping[str, object] | None = None) -> int:
+        """Append ``workflow.<name>`` to the run's story, and so to its topic; its sequence. Raises ``LeaseLost``."""
+        encoded("detail", detail or {}, most=_MAX_EVENT_BYTES)
+        return await self._writer.append_event(self._state.claim, f"workflow.{name}", detail or {})
+
+    async def complete(self, output: object = None) -> None:
+        """Complete the run now, instead of by the handler's return. Raises ``LeaseLost`` if it is no longer held.
+
+        Inside ``transaction()`` the completion commits with the transaction's writes, as its last statement.
+        """
+        completion = self._state.completion(encoded("output", output, most=MAX_OUTPUT_BYTES))
+        if self._transaction is None:
+            await self._writer.complete(completion, trusted_until=self._state.trusted_until)
+            self._state.completed = True
+        else:
+            await self._writer.complete_within(self._transaction, completion)
+            self._completing = True
+
+    @asynccontextmanager
+    async def transaction(self) -> "AsyncIterator[asyncpg.Connection]":
+        """A transaction in the runs' database: what is written in it commits only if the run is still held then.
+
+        The fence is the last statement: ``complete``, or a check that the lease still holds. Keep it short: it is no place
+        for calls to anything outside the database.
+        """
+        self._completing = False
+        async with self._writer.transaction() as connection:
+            self._transaction = connection
+            try:
+                yield connection
+                if not self._completing:
+                    await self._writer.guard_within(connection, self._state.claim)
+            finally:
+                self._transaction = None
+        self._state.completed = self._completing
+
+
+def encoded(field: str, value: object, *, most: int) -> bytes:
+    """``value`` as JSON; a pydantic model by its own rules. Raises ``InvalidCommand`` that names the limit and no content."""
+    try:
+        dump = getattr(value, "model_dump_json", None)
+        text = dump() if dump is not None else json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        payload = str(text).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidCommand(field, "must be a value that JSON can hold", "convert it first") from None
+    if len(payload) > most:
+        raise InvalidCommand(field, f"{len(payload)} bytes exceed the limit of {most}", "store it elsewhere and keep a reference")
+    return payload

@@ -1,0 +1,186 @@
+"""Writes what attempts end in: batched, tried again while the lease may be trusted, and told apart when nothing was changed."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar, cast
+
+import asyncpg
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+
+from consumer_sdk.batching import Batcher
+from consumer_sdk.context import AttemptState
+from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Settled, Standing
+from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
+from consumer_sdk.worker_metrics import WorkerMetrics
+from fencepost.clock import lease_clock
+from fencepost.database import translated
+from fencepost.errors import LeaseLost, TransientError
+
+__all__ = ["RunWriter"]
+
+_Result = TypeVar("_Result")
+
+_LEAST_PAUSE_SECONDS: Final = 0.05
+_MOST_PAUSE_SECONDS: Final = 1.0
+_MOST_TRANSACTIONS: Final = 20
+
+
+class RunWriter:
+    """The writes of one worker's attempts. Each raises ``LeaseLost`` where the fence refused it."""
+
+    def __init__(
+        self, *, store: RunStore, worker_id: str, database_url: str, lease_seconds: float, concurrency: int, metrics: WorkerMetrics
+    ) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._database_url = database_url
+        self._lease_seconds = lease_seconds
+        self._transactions = min(concurrency, _MOST_TRANSACTIONS)
+        self._metrics = metrics
+        self._pool: asyncpg.Pool[asyncpg.Record] | None = None
+        self._opening = asyncio.Lock()
+        self._completions = Batcher[Completion, bool](self._complete_all)
+        self._failures = Batcher[FailedAttempt, Settled | None](self._fail_all)
+        self._releases = Batcher[Release, Settled | None](self._release_all)
+
+    async def complete(self, completion: Completion, *, trusted_until: float) -> None:
+        """End the run as completed."""
+        if not await self._tried("complete", lambda: self._completions.put(completion), trusted_until):
+            await self._raise_unless_completed("complete", completion.key)
+
+    async def fail(self, failure: FailedAttempt, *, trusted_until: float) -> Settled:
+        """End the attempt in failure; what became of the job."""
+        settled = await self._tried("fail", lambda: self._failures.put(failure), trusted_until)
+        return settled or await self._settled_already("fail", failure.key)
+
+    async def release(self, release: Release, *, trusted_until: float) -> Settled:
+        """Give the attempt back; what became of the job."""
+        settled = await self._tried("release", lambda: self._releases.put(release), trusted_until)
+        return settled or await self._settled_already("release", release.key)
+
+    async def standing(self, key: JobKey) -> Standing | None:
+        """How a job stands now that a write did not change; None if it is gone."""
+        return await self._store.standing(key)
+
+    async def complete_within(self, connection: asyncpg.Connection, completion: Completion) -> None:
+        """End the run as completed in the transaction of ``connection``, as its last statement."""
+        async with translated("complete", role=ROLE):
+            held = await complete_within(connection, self._worker_id, completion)
+        if not held:
+            raise self._refused("complete")
+
+    async def guard_within(self, connection: asyncpg.Connection, claim: Claim) -> None:
+        """Let the transaction of ``connection`` commit only if the run is still held."""
+        async with translated("guard", role=ROLE):
+            held = await guard_within(connection, self._worker_id, claim.key)
+        if not held:
+            raise self._refused("guard")
+
+    async def append_event(self, claim: Claim, event_type: str, detail: Mapping[str, object]) -> int:
+        """Append to the run's story; the event's sequence."""
+        sequence = await self._store.append_event(claim.key, event_type, detail)
+        if sequence is None:
+            raise self._refused("append_event")
+        return sequence
+
+    async def save_checkpoint(self, state: AttemptState) -> None:
+        """Store the attempt's newest checkpoint, which renews its lease as well."""
+        started, checkpoint = lease_clock(), state.checkpoint
+        held = await self._store.renew({state.claim.key: checkpoint}, lease_seconds=self._lease_seconds)
+        if state.claim.key not in held:
+            raise self._refused("renew")
+        state.saved_checkpoint = checkpoint
+        state.renewed(started)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[asyncpg.Connection]:
+        """A connection with a transaction begun, from a pool for handlers only: theirs may wait for one another, not the leases."""
+        pool = await self._handlers_pool()
+        async with translated("transaction", role=ROLE):
+            connection = await pool.acquire(timeout=self._lease_seconds)
+        try:
+            async with connection.transaction():
+                yield cast("asyncpg.Connection", connection)
+        finally:
+            await pool.release(connection)
+
+    async def close(self) -> None:
+        """Close the handlers' connections."""
+        if self._pool is not None:
+            self._pool.terminate()
+
+    async def _handlers_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
+        async with self._opening:
+            if self._pool is None:
+                self._pool = await self._open_pool()
+        return self._pool
+
+    async def _open_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
+        # A transaction left open by a handler that hangs must not outlive the lease: it would hold locks and the horizon.
+        limit = str(int(self._lease_seconds * 1000))
+        async with translated("transaction", role=ROLE):
+            return await asyncpg.create_pool(
+                self._database_url,
+                min_size=0,
+                max_size=self._transactions,
+                timeout=self._lease_seconds,
+                server_settings={"application_name": "fencepost-handler", "idle_in_transaction_session_timeout": limit},
+            )
+
+    async def _tried(self, statement: str, write: Callable[[], Awaitable[_Result]], trusted_until: float) -> _Result:
+        """Try again while the database is away, for as long as the lease may be trusted: after that it may be another's."""
+        with contextlib.suppress(TransientError):
+            return await write()
+
+        def over(_: RetryCallState) -> bool:
+            self._metrics.database_error(statement)
+            return lease_clock() >= trusted_until
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(TransientError),
+            wait=wait_random_exponential(multiplier=_LEAST_PAUSE_SECONDS, max=_MOST_PAUSE_SECONDS),
+            stop=over,
+            reraise=True,
+        )
+        return await retrying(_awaited, write)
+
+    async def _raise_unless_completed(self, statement: str, key: JobKey) -> None:
+        """A write that was thought unanswered may have been done: then its repetition changes nothing, and all is well."""
+        standing = await self._store.standing(key)
+        if standing is None or not (standing.ended_here and standing.run_state == "completed"):
+            raise self._refused(statement)
+
+    async def _settled_already(self, statement: str, key: JobKey) -> Settled:
+        standing = await self._store.standing(key)
+        if standing is None or not standing.ended_here:
+            raise self._refused(statement)
+        return Settled(state={"failed": "dead"}.get(standing.run_state, standing.run_state), reason=None)
+
+    def _refused(self, statement: str) -> LeaseLost:
+        self._metrics.stale_refused(statement)
+        return LeaseLost(f"{statement}: the run is no longer held by this attempt; nothing was changed")
+
+    async def _complete_all(self, completions: Sequence[Completion]) -> Sequence[bool]:
+        started = lease_clock()
+        done = await self._store.complete(completions)
+        self._metrics.statement("complete", lease_clock() - started)
+        return [completion.key in done for completion in completions]
+
+    async def _fail_all(self, failures: Sequence[FailedAttempt]) -> Sequence[Settled | None]:
+        started = lease_clock()
+        settled = await self._store.fail(failures)
+        self._metrics.statement("fail", lease_clock() - started)
+        return [settled.get(failure.key) for failure in failures]
+
+    async def _release_all(self, releases: Sequence[Release]) -> Sequence[Settled | None]:
+        started = lease_clock()
+        settled = await self._store.release(releases)
+        self._metrics.statement("release", lease_clock() - started)
+        return [settled.get(release.key) for release in releases]
+
+
+async def _awaited(write: Callable[[], Awaitable[_Result]]) -> _Result:
+    """tenacity awaits coroutine functions only."""
+    return await write()

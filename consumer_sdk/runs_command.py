@@ -1,0 +1,326 @@
+"""``fencepost runs``: list runs, tell one's story, cancel it, run dead work anew."""
+
+import asyncio
+import textwrap
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final, Literal
+from uuid import UUID
+
+import typer
+from rich.console import Console
+from uuid_utils.compat import uuid7
+
+from consumer_sdk.inspection import (
+    LARGEST_ID,
+    SMALLEST_ID,
+    Actor,
+    DryRun,
+    Reason,
+    RunId,
+    answering,
+    check_text,
+    inspecting,
+    plain,
+)  # fmt: skip
+from consumer_sdk.tables import print_rows
+from consumer_sdk.timeline import Entry, relative, timeline
+from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json, seconds
+from fencepost.errors import ReplayRefused, RunChanged, RunEnded, RunNotFound
+
+__all__ = ["runs"]
+
+_LARGEST_VERSION: Final = 2**63 - 1
+_STORY_MOST: Final = 1_000
+
+runs = typer.Typer(help="Runs: what was accepted, and what became of it.", no_args_is_help=True)
+
+_State = Literal["queued", "running", "completed", "failed", "cancelled"]
+_Tenant = Annotated[str | None, typer.Option(help="The run's tenant.")]
+_NeededTenant = Annotated[str, typer.Option(help="The run's tenant.")]
+
+
+@runs.command("list")
+def list_runs(
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    state: Annotated[_State | None, typer.Option(help="Only runs in this state.")] = None,
+    workflow: Annotated[str | None, typer.Option(help="Only this workflow's.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
+    database_url: DatabaseUrl = "",
+    as_json: JsonOutput = False,
+) -> None:
+    """List the newest runs, newest first.
+
+    Examples:
+
+      fencepost runs list --state failed
+
+      fencepost runs list --tenant acme --workflow invoice --limit 100 --json
+    """
+    check_text(tenant=tenant, workflow=workflow)
+    found = asyncio.run(_list(database_url, tenant, workflow, state, limit))
+    if as_json:
+        print_json([plain(row) for row in found])
+        return
+    print_rows(["run", "tenant", "workflow", "state", "tries", "age", "error"], [_listed(row) for row in found], whole=6)
+
+
+def _listed(row: Mapping[str, Any]) -> Sequence[object]:
+    attempts = f"{row['attempts']}/{row['max_attempts']}"
+    age = seconds((row["now"] - row["created_at"]).total_seconds())
+    return row["run_id"], row["tenant_id"], row["workflow"], row["state"], attempts, age, row["error_code"]
+
+
+async def _list(database_url: str, tenant: str | None, workflow: str | None, state: str | None, limit: int) -> Sequence[Any]:
+    async with inspecting(database_url) as inspector:
+        return await inspector.rows("list_runs", tenant, workflow, state, SMALLEST_ID, LARGEST_ID, limit)
+
+
+@runs.command()
+def show(run_id: RunId, tenant: _Tenant = None, database_url: DatabaseUrl = "", as_json: JsonOutput = False) -> None:
+    """Tell a run's story: how it stands now, and everything that happened to it, oldest first.
+
+    Times are the database's, in UTC. Input, output and key are not shown. Exit code 1 if there is no such run.
+
+    Examples:
+
+      fencepost runs show 01a2297b-0198-7227-a94b-e181bb24ee35
+
+      fencepost runs show 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --json
+    """
+    check_text(tenant=tenant)
+    with answering():
+        run, story, complete = asyncio.run(_story(database_url, run_id, tenant))
+    if as_json:
+        entries = [{"at": entry.at, "what": entry.what, "text": entry.text, **entry.facts} for entry in story]
+        print_json({"run": plain(run), "timeline": [plain(entry) for entry in entries], "complete": complete})
+        return
+    _print_summary(run)
+    _print_story(story, complete=complete)
+    for line in _advice(run):
+        typer.echo(f"\n{line}")
+
+
+async def _story(database_url: str, run_id: UUID, tenant: str | None) -> tuple[Mapping[str, Any], list[Entry], bool]:
+    async with inspecting(database_url) as inspector, inspector.connection.transaction(isolation="repeatable_read", readonly=True):
+        owner = tenant or await _tenant_of(inspector, run_id)
+        found = await inspector.rows("run", run_id, owner)
+        if not found:
+            raise RunNotFound(f"tenant {owner} has no run {run_id}")
+        run = found[0]
+        attempts = await inspector.rows("run_attempts", run_id, owner, _STORY_MOST)
+        events = await inspector.rows("run_events", run_id, owner, _STORY_MOST)
+        audit = await inspector.rows("run_audit", run_id, owner, run["created_at"])
+    complete = max(len(attempts), len(events)) < _STORY_MOST
+    return run, timeline(run, attempts[::-1], events[::-1], audit), complete
+
+
+async def _tenant_of(inspector: Inspector, run_id: UUID) -> str:
+    tenants = [row["tenant_id"] for row in await inspector.rows("tenants_of", run_id)]
+    if not tenants:
+        raise RunNotFound(f"there is no run {run_id}")
+    if len(tenants) > 1:
+        raise typer.BadParameter(f"several tenants have a run {run_id}; say which by --tenant")
+    return str(tenants[0])
+
+
+def _print_summary(run: Mapping[str, Any]) -> None:
+    typer.echo(f"Run {run['run_id']} of tenant {run['tenant_id']}")
+    for name, text in _summary(run):
+        typer.echo(textwrap.fill(text, Console().width, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
+
+
+def _summary(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    now = run["now"]
+    lines = [
+        ("state", f"{run['state']}{_because(run)}; job {run['job_state']}; version {run['version']}"),
+        ("workflow", f"{run['workflow']}, version {run['workflow_version']}, events to topic {run['topic']}"),
+        ("attempts", f"{run['attempts']} of {run['max_attempts']} used; claimed {run['lease_generation']} times"),
+        ("accepted", f"{run['created_at'].astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC, {relative(run['created_at'], now)}"),
+        ("ended", relative(run["finished_at"], now) or "not yet"),
+        ("lease", _lease(run)),
+    ]
+    if run["job_state"] == "queued":
+        ready = run["available_at"] > now
+        lines.append(
+            ("next", f"attempt {relative(run['available_at'], now)}" if ready else f"ready since {_for(run['available_at'], now)}")
+        )
+    if run["deadline_at"] is not None:
+        lines.append(("deadline", relative(run["deadline_at"], now)))
+    if run["cost_used"] or run["cost_limit"]:
+        lines.append(("cost", f"{run['cost_used']} of {run['cost_limit'] or 'any'}"))
+    if run["replay_of"] or run["replayed_as"]:
+        links = [f"replay of {run['replay_of']}"] * bool(run["replay_of"]) + [f"replayed as {run['replayed_as']}"] * bool(
+            run["replayed_as"]
+        )
+        lines.append(("lineage", ", ".join(links)))
+    lines.append(
+        (
+            "sizes",
+            f"input {_size(run['input_bytes'])}, output {_size(run['output_bytes'])}, checkpoint {_size(run['checkpoint_bytes'])}",
+        )
+    )
+    return lines
+
+
+def _because(run: Mapping[str, Any]) -> str:
+    if run["state"] == "failed":
+        return f" ({run['dead_reason']}, error {run['error_code']})"
+    return " (cancellation requested)" if run["cancel_requested_at"] and run["state"] != "cancelled" else ""
+
+
+def _lease(run: Mapping[str, Any]) -> str:
+    if run["lease_owner"] is None:
+        return "none"
+    expired = run["lease_expires_at"] <= run["now"]
+    return f"{run['lease_owner']}, {'ran out' if expired else 'runs out'} {relative(run['lease_expires_at'], run['now'])}"
+
+
+def _for(since: Any, now: Any) -> str:
+    return seconds((now - since).total_seconds())
+
+
+def _size(count: int | None) -> str:
+    return "none" if count is None else f"{count:,} B"
+
+
+def _print_story(story: Sequence[Entry], *, complete: bool) -> None:
+    rows = [_told(entry, before) for entry, before in zip(story, [None, *story], strict=False)]
+    typer.echo()
+    print_rows(["UTC", "later by", "what", ""], rows, whole=3)
+    if not complete:
+        typer.echo(f"Only the newest {_STORY_MOST} attempts and events are shown.")
+
+
+def _told(entry: Entry, before: Entry | None) -> Sequence[object]:
+    at = entry.at.astimezone(UTC)
+    moment = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}"
+    if before is None:
+        return moment, "", entry.what, entry.text
+    new_day = at.date() != before.at.astimezone(UTC).date()
+    later = f"+{seconds((entry.at - before.at).total_seconds())}"
+    return f"{at:%Y-%m-%d}\n{moment}" if new_day else moment, later, entry.what, entry.text
+
+
+def _advice(run: Mapping[str, Any]) -> list[str]:
+    names = f"{run['run_id']} --tenant {run['tenant_id']}"
+    if run["lease_owner"] is not None and run["lease_expires_at"] <= run["now"]:
+        return ["The lease ran out: the next claim or the reaper takes the job. If nobody does, `fencepost diagnose stuck-leases`."]
+    if run["state"] == "failed" and run["replayed_as"] is None:
+        return [f"To run it anew: fencepost runs replay {names} --actor … --reason …"]
+    if run["job_state"] == "queued" and run["now"] - run["available_at"] > timedelta(minutes=1):
+        return ["It is ready and nobody has claimed it: `fencepost diagnose stuck-leases` says which workflows have no worker."]
+    return []
+
+
+@runs.command()
+def cancel(
+    run_id: RunId,
+    tenant: _NeededTenant,
+    actor: Actor,
+    reason: Reason,
+    expected_version: Annotated[
+        int | None, typer.Option(min=1, max=_LARGEST_VERSION, help="Only if the run still has this version, as `runs show` said.")
+    ] = None,
+    dry_run: DryRun = False,
+    database_url: DatabaseUrl = "",
+    as_json: JsonOutput = False,
+) -> None:
+    """Cancel a run: at once if nobody executes it, else its worker is told and can no longer complete it.
+
+    Leaves an audit row. Exit code 1 if the run is unknown, has ended, or has another version than expected.
+
+    Example:
+
+      fencepost runs cancel 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "customer withdrew"
+    """
+    check_text(tenant=tenant, actor=actor, reason=reason)
+    with answering():
+        answer = asyncio.run(_change(database_url, "cancel", (tenant, run_id, actor, reason, expected_version), dry_run=dry_run))
+        _refuse_cancel(answer, run_id, tenant, expected_version)
+    if as_json:
+        print_json({"run_id": str(run_id), "tenant_id": tenant, "dry_run": dry_run, **plain(answer)})
+        return
+    done = (
+        "Cancelled"
+        if answer["outcome"] == "cancelled"
+        else "Cancellation requested: its worker is told, and the run ends as cancelled"
+    )
+    typer.echo(f"{'Would be: ' * dry_run}{done}. The run is {answer['run_state']}, version {answer['run_version']}.")
+
+
+def _refuse_cancel(answer: Mapping[str, Any], run_id: UUID, tenant: str, expected: int | None) -> None:
+    match answer["outcome"]:
+        case "not_found":
+            raise RunNotFound(f"tenant {tenant} has no run {run_id}")
+        case "ended":
+            raise RunEnded(answer["run_state"])
+        case "changed":
+            raise RunChanged(f"the run has version {answer['run_version']} and not {expected}; nothing was changed")
+
+
+@runs.command()
+def replay(
+    run_id: RunId,
+    tenant: _NeededTenant,
+    actor: Actor,
+    reason: Reason,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Replays that one lineage may have.")] = 3,
+    ledger_retention_hours: Annotated[
+        float,
+        typer.Option(
+            envvar="FENCEPOST_LEDGER_RETENTION_HOURS", min=0.001, max=87_840,
+            help="How long effects are remembered. A lineage that began earlier is not run anew: it could act twice.",
+        ),
+    ] = 720.0,
+    dry_run: DryRun = False,
+    database_url: DatabaseUrl = "",
+    as_json: JsonOutput = False,
+) -> None:  # fmt: skip
+    """Run dead work anew, as a new run linked to the old one, which stays as it is.
+
+    Leaves an audit row. Exit code 1 if the run is unknown, did not fail, was replayed already, or may not be.
+
+    Example:
+
+      fencepost runs replay 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "provider is back"
+    """
+    check_text(tenant=tenant, actor=actor, reason=reason)
+    retention = timedelta(hours=ledger_retention_hours)
+    with answering():
+        answer = asyncio.run(
+            _change(database_url, "replay", (tenant, run_id, uuid7(), actor, reason, limit, retention), dry_run=dry_run)
+        )
+        _refuse_replay(answer, run_id, tenant)
+    if as_json:
+        print_json({"run_id": str(run_id), "tenant_id": tenant, "dry_run": dry_run, **plain(answer)})
+    elif dry_run:
+        typer.echo(f"Would be replayed, as replay {answer['replays']} of at most {limit} of its lineage.")
+    else:
+        typer.echo(f"Replayed as {answer['new_run_id']}: replay {answer['replays']} of at most {limit} of its lineage.")
+
+
+def _refuse_replay(answer: Mapping[str, Any], run_id: UUID, tenant: str) -> None:
+    match answer["outcome"]:
+        case "not_found":
+            raise RunNotFound(f"tenant {tenant} has no run {run_id}")
+        case "not_dead":
+            raise ReplayRefused("the run did not fail; only failed runs are run anew")
+        case "already_replayed":
+            raise ReplayRefused(f"the run was replayed as {answer['new_run_id']}; if that one failed, replay that one")
+        case "budget_spent":
+            raise ReplayRefused(f"its lineage was replayed {answer['replays']} times; find the cause, then raise --limit")
+        case "too_old":
+            raise ReplayRefused(
+                "its lineage began before the ledger's retention: what it did may be forgotten, and would be done again"
+            )
+
+
+async def _change(database_url: str, statement: str, arguments: tuple[object, ...], *, dry_run: bool) -> Mapping[str, Any]:
+    """Do it; a dry run does it and takes it back, so that it gives the very answer."""
+    async with inspecting(database_url) as inspector:
+        transaction = inspector.connection.transaction()
+        await transaction.start()
+        answer: Mapping[str, Any] = (await inspector.rows(statement, *arguments))[0]
+        await (transaction.rollback() if dry_run else transaction.commit())
+        return answer

@@ -1,0 +1,173 @@
+"""Investigation: jobs remain leased for ever. What keeps claims and the reaper from them, and the audited repair."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from consumer_sdk.finding import SHOWN, Finding, violations
+from fencepost.console import Inspector, seconds
+
+__all__ = ["reap_all", "stuck_leases"]
+
+_COUNTED_MOST: Final = 100_000
+_READY_MOST: Final = 10_000
+_WORKFLOWS_MOST: Final = 100
+_REPAIR: Final = "start or mend the workers, whose reaper ends these; meanwhile `fencepost diagnose stuck-leases --repair`"
+_IDLE_SECONDS: Final = 60.0
+_UNSERVED_SECONDS: Final = 3_600.0
+_CLOCK_SECONDS: Final = 5.0
+_ROWS_FOR_AN_INDEX: Final = 10_000
+_BATCH: Final = 100
+_BATCHES_MOST: Final = 1_000
+
+
+async def stuck_leases(inspector: Inspector) -> list[Finding]:
+    """The findings, from the clock to the vacuum."""
+    return [
+        _clock((await inspector.rows("clock"))[0]["at"]),
+        _expiry((await inspector.rows("lease_expiry", _COUNTED_MOST))[0]),
+        _expired(await inspector.rows("expired_leases", SHOWN)),
+        violations(
+            "far leases", await inspector.rows("far_leases", SHOWN), holds="no lease reaches further than a day",
+            broken="leases that reach further than a day",
+            do="a mistake of unit (ms for s) or time zone: look at the lease settings and at who writes this table",
+        ),
+        *await _backlog(inspector),
+        violations(
+            "deadlines", await inspector.rows("overdue", SHOWN), holds="no job is past its deadline",
+            broken="jobs past their deadline that have not ended", do=_REPAIR,
+        ),
+        _transactions(await inspector.rows("long_transactions", SHOWN)),
+        _waiters(await inspector.rows("lock_waiters", SHOWN)),
+        violations(
+            "indexes", await inspector.rows("broken_indexes"), holds="the claim's indexes are there and valid",
+            broken="indexes missing or invalid", do="REINDEX INDEX CONCURRENTLY, or make them as the migrations did",
+        ),
+        _plan((await inspector.rows("claim_plan"))[0][0]),
+        _vacuum(await inspector.rows("vacuum")),
+    ]  # fmt: skip
+
+
+def _clock(database: datetime) -> Finding:
+    apart = abs((datetime.now(UTC) - database).total_seconds())
+    says = (
+        f"the database says {database:%Y-%m-%d %H:%M:%S} UTC, {seconds(apart)} from this machine; leases know only the database's"
+    )
+    if apart < _CLOCK_SECONDS:
+        return Finding(look="clock", verdict="ok", says=says)
+    return Finding(
+        look="clock", verdict="warn", says=says, next="find out which clock is wrong; a step of the database's moves every lease"
+    )
+
+
+def _expiry(row: Mapping[str, Any]) -> Finding:
+    if not row["leased"]:
+        return Finding(look="lease expiry", verdict="ok", says="no job is leased")
+    return Finding(
+        look="lease expiry", verdict="ok", says=f"{row['leased']} leased jobs; when their leases run out:", rows=[dict(row)]
+    )
+
+
+def _expired(rows: Sequence[Any]) -> Finding:
+    return violations(
+        "expired leases", rows, holds="no lease ran out more than a minute ago", do=_REPAIR,
+        broken="leases that ran out more than a minute ago and that nobody took",
+    )  # fmt: skip
+
+
+async def _backlog(inspector: Inspector) -> list[Finding]:
+    rows = [dict(row) for row in await inspector.rows("backlog", _WORKFLOWS_MOST, _READY_MOST)]
+    late = [row for row in rows if row["oldest_seconds"] > _IDLE_SECONDS]
+    if late:
+        waiting = Finding(look="ready jobs", verdict="warn", rows=rows, says="ready jobs wait for more than a minute",
+                          next="more workers, or more concurrency; a workflow with no lease at all has no worker")  # fmt: skip
+    else:
+        waiting = Finding(look="ready jobs", verdict="ok", says="no ready job waits for more than a minute", rows=rows)
+    return [
+        waiting,
+        await _unserved(inspector, [row for row in late if not row["leased"] and row["oldest_seconds"] > _UNSERVED_SECONDS]),
+    ]
+
+
+async def _unserved(inspector: Inspector, suspects: Sequence[Mapping[str, Any]]) -> Finding:
+    names = [row["workflow"] for row in suspects]
+    served = {row["workflow"] for row in await inspector.rows("claimed_lately", names)} if names else set()
+    return violations(
+        "unserved workflows", [{"workflow": name} for name in names if name not in served],
+        holds="no workflow with ready jobs went without a claim for an hour",
+        broken="workflows with ready jobs that nobody claimed from for an hour",
+        do="deploy a worker with a handler registered under this very name",
+    )  # fmt: skip
+
+
+def _transactions(rows: Sequence[Any]) -> Finding:
+    if not rows:
+        return Finding(look="long transactions", verdict="ok", says="no transaction is older than a minute")
+    return Finding(
+        look="long transactions", verdict="warn", rows=[dict(row) for row in rows], says="transactions older than a minute",
+        next="one that touches jobs may hold rows that claim and reaper then skip; end it: SELECT pg_terminate_backend(pid)",
+    )  # fmt: skip
+
+
+def _waiters(rows: Sequence[Any]) -> Finding:
+    if not rows:
+        return Finding(look="lock waiters", verdict="ok", says="nobody waits for a lock at the jobs table")
+    return Finding(
+        look="lock waiters", verdict="warn", rows=[dict(row) for row in rows], says="sessions wait for a lock at the jobs table",
+        next="look at the one who blocks, not at the ones who wait",
+    )  # fmt: skip
+
+
+def _plan(explained: str) -> Finding:
+    node = json.loads(explained)[0]["Plan"]
+    nodes = [node, *_below(node)]
+    scan = next((found for found in nodes if found.get("Relation Name") == "jobs"), node)
+    how = scan["Node Type"] + (f" on {scan['Index Name']}" if "Index Name" in scan else "")
+    if scan["Node Type"] == "Seq Scan" and scan["Plan Rows"] > _ROWS_FOR_AN_INDEX:
+        return Finding(
+            look="claim plan",
+            verdict="fail",
+            says=f"expired leases are looked for by {how}",
+            next="ANALYZE fencepost.jobs; then the indexes",
+        )
+    return Finding(look="claim plan", verdict="ok", says=f"expired leases are found by {how}")
+
+
+def _below(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [found for child in node.get("Plans", ()) for found in (child, *_below(child))]
+
+
+def _vacuum(rows: Sequence[Any]) -> Finding:
+    if not rows:
+        return Finding(
+            look="vacuum", verdict="warn", says="the server keeps no statistics of the jobs table", next="set track_counts = on"
+        )
+    row = dict(rows[0])
+    if not row["enabled"]:
+        return Finding(look="vacuum", verdict="fail", says="autovacuum is off for the jobs table", rows=[row], next="turn it on")
+    if row["dead_rows"] > 50_000 + row["live_rows"]:
+        return Finding(look="vacuum", verdict="warn", says="more dead rows than live ones", rows=[row],
+                       next="a long transaction holds vacuum back, or it is throttled: VACUUM fencepost.jobs")  # fmt: skip
+    return Finding(look="vacuum", verdict="ok", says="autovacuum keeps up", rows=[row])
+
+
+async def reap_all(inspector: Inspector, actor: str, reason: str) -> Counter[str]:
+    """Run the reaper's own statement until it finds no more; each batch is one transaction with its audit row.
+
+    What came of the jobs, by state. At most 1,000 batches of 100 and 100.
+    """
+    total: Counter[str] = Counter()
+    for _ in range(_BATCHES_MOST):
+        async with inspector.connection.transaction():
+            reaped = await inspector.rows("reap", _BATCH)
+            if not reaped:
+                break
+            states = Counter(row["state"] for row in reaped)
+            jobs = [
+                {**{name: row[name] for name in ("tenant_id", "state", "reason")}, "run_id": str(row["run_id"])} for row in reaped
+            ]
+            await inspector.rows("audit_repair", actor, reason, json.dumps({**states, "jobs": jobs}))
+        total += states
+    return total

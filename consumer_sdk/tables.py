@@ -1,0 +1,20 @@
+"""Tables that hold an id in 80 columns: few lines, and what people wrote is text, not markup."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["print_rows"]
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], *, whole: int = 1, title: str | None = None) -> None:
+    """Print rows; cells of the first ``whole`` columns are never broken, so that they can be copied."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number < whole, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    Console(highlight=False).print(table)

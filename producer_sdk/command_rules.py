@@ -1,0 +1,174 @@
+"""Why a command may not be accepted: the rules of the SQL function ``fencepost.command_refusal``, told before any statement.
+
+Whatever passes here passes there. No message quotes a value.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any, Final, NoReturn, Protocol
+from uuid import UUID
+
+from fencepost.canonical_json import MAX_BYTES, canonical_json, parse_json
+from fencepost.errors import InvalidCommand, InvalidEvent, InvalidJson
+from producer_sdk.rules import check_optional_text, check_topic
+
+__all__ = [
+    "MAX_ATTEMPTS",
+    "MAX_COST_LIMIT",
+    "MAX_INPUT_BYTES",
+    "MAX_SECONDS",
+    "MIN_DEADLINE_SECONDS",
+    "check_command",
+    "check_request",
+    "check_seconds",
+    "check_text",
+    "cost",
+    "input_json",
+]
+
+MAX_INPUT_BYTES: Final = MAX_BYTES
+MAX_ATTEMPTS: Final = 1_000
+MAX_SECONDS: Final = 366 * 86_400
+MIN_DEADLINE_SECONDS: Final = 0.001
+MAX_COST_LIMIT: Final = 10**15
+# Beyond it the database would round, to zero in the end.
+MAX_COST_DECIMALS: Final = 18
+
+_MAX_VERSION: Final = 2**31 - 1
+_WORKFLOW: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+
+
+class Draft(Protocol):
+    """A command whose fields nobody has looked at yet."""
+
+    @property
+    def workflow(self) -> Any: ...
+    @property
+    def version(self) -> Any: ...
+    @property
+    def topic(self) -> Any: ...
+    @property
+    def delay_seconds(self) -> Any: ...
+    @property
+    def max_attempts(self) -> Any: ...
+    @property
+    def deadline_seconds(self) -> Any: ...
+    @property
+    def cost_limit(self) -> Any: ...
+    @property
+    def traceparent(self) -> Any: ...
+    @property
+    def run_id(self) -> Any: ...
+
+
+def check_command(command: Draft) -> None:
+    """Raise ``InvalidCommand`` for the first rule that the command breaks. Input and request have checks of their own."""
+    if not isinstance(command.run_id, UUID):
+        raise InvalidCommand("run_id", "must be a uuid.UUID", "leave it out to have one minted")
+    _check_workflow(command.workflow)
+    _check_integer("version", command.version, _MAX_VERSION)
+    _as_event_rule(check_topic, command.topic)
+    check_seconds("delay_seconds", command.delay_seconds, 0, MAX_SECONDS)
+    _check_integer("max_attempts", command.max_attempts, MAX_ATTEMPTS)
+    if command.deadline_seconds is not None:
+        check_seconds("deadline_seconds", command.deadline_seconds, MIN_DEADLINE_SECONDS, MAX_SECONDS)
+    _check_cost_limit(command.cost_limit)
+    _as_event_rule(check_optional_text, "traceparent", command.traceparent)
+
+
+def input_json(value: object) -> bytes:
+    """Return the input as compact JSON in UTF-8; of a pydantic model ``model_dump(mode="json")``. Bytes are JSON already.
+
+    Read back before it is kept, by the strict reader: what is stored means the same to every worker. Raises
+    ``InvalidCommand``.
+    """
+    try:
+        text = _dumped(parse_json(value) if isinstance(value, bytes) else value)
+        parse_json(text)
+    except InvalidJson as error:
+        raise InvalidCommand("input", error.limit, error.remedy) from None
+    return text
+
+
+def check_request(request: object) -> None:
+    """Raise ``InvalidCommand`` for a request that has no canonical form."""
+    try:
+        canonical_json(request)
+    except InvalidJson as error:
+        raise InvalidCommand(
+            "request", f"{error.field} {error.limit}", "pass request= with what the client sent, as JSON values"
+        ) from None
+
+
+def check_seconds(field: str, seconds: object, least: float, most: float) -> None:
+    """Raise ``InvalidCommand`` for what is no number of seconds from ``least`` to ``most``."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not least <= seconds <= most:  # type: ignore[operator]
+        raise InvalidCommand(field, f"must be a number from {least} to {most}", "pass seconds within that range")
+
+
+def check_text(field: str, text: object, most: int) -> None:
+    """Raise ``InvalidCommand`` for what is not text of 1 to ``most`` bytes."""
+    if text is None:
+        raise InvalidCommand(field, "is required", "pass a str")
+    _as_event_rule(check_optional_text, field, text, most=most)
+
+
+def cost(limit: object) -> object:
+    """Return the limit of costs as a ``Decimal``, as it prints; what is no number stays for the check to refuse."""
+    if isinstance(limit, int) and not isinstance(limit, bool):
+        return Decimal(limit)
+    return Decimal(repr(limit)) if isinstance(limit, float) else limit
+
+
+def _dumped(value: object) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_model_values).encode()
+    except TypeError as error:
+        reason = str(error)  # names types, never values
+    except UnicodeEncodeError:
+        reason = "it holds text that is not valid Unicode"
+    except (ValueError, RecursionError):
+        reason = "it holds NaN, an infinity, or itself, or it is nested too deeply"
+    raise InvalidCommand("input", f"must be a value that JSON can hold: {reason}", "convert it first")
+
+
+def _model_values(value: object) -> object:
+    dump: Callable[..., object] | None = getattr(value, "model_dump", None)
+    if dump is None:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return dump(mode="json")
+
+
+def _as_event_rule(check: Callable[..., None], *arguments: object, **options: object) -> None:
+    try:
+        check(*arguments, **options)
+    except InvalidEvent as error:
+        raise InvalidCommand(error.field, error.limit, error.remedy) from None
+
+
+def _check_workflow(workflow: object) -> None:
+    if not isinstance(workflow, str) or not _WORKFLOW.fullmatch(workflow):
+        limit = "must be 1 to 200 characters of a-z A-Z 0-9 _ . : -"
+        raise InvalidCommand("workflow", limit, "use the name that its handler is registered under")
+
+
+def _check_integer(field: str, number: object, most: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
+        raise InvalidCommand(field, f"must be an integer from 1 to {most}", "pass one within that range")
+
+
+def _check_cost_limit(limit: object) -> None:
+    if limit is None:
+        return
+    if not isinstance(limit, Decimal) or not limit.is_finite() or not 0 < limit <= MAX_COST_LIMIT:
+        _refuse_cost("must be a number above 0 and at most 1e15")
+    exponent = limit.as_tuple().exponent
+    if isinstance(exponent, int) and exponent < -MAX_COST_DECIMALS:
+        _refuse_cost(f"may have {MAX_COST_DECIMALS} decimals")
+
+
+def _refuse_cost(limit: str) -> NoReturn:
+    raise InvalidCommand("cost_limit", limit, "pass a Decimal, or leave it out")
