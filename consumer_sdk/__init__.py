@@ -1,8 +1,52 @@
-"""Reads Fencepost's messages: a Kafka record in CloudEvents' binary mode becomes a ``Message``.
+"""Reads Fencepost's messages, and executes runs.
 
-Works with any client whose records look like aiokafka's; loads none of them.
+``Message`` is a record of a topic as a handler sees it. ``Handlers`` names what executes which workflow, ``Worker`` claims and
+supervises, ``RunContext`` is what a handler sees of its run. ``Retryable``, ``Terminal`` and ``Ambiguous`` are how a handler
+says what its failure means; ``Retry`` is how long to wait.
+
+``Worker`` and its settings need ``fencepost[consumer]``; they are imported when they are first asked for.
 """
 
-from consumer_sdk.message import Message, NotAMessage, Record
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Message", "NotAMessage", "Record"]
+from consumer_sdk.classification import Ambiguous, Retryable, Terminal
+from consumer_sdk.context import RunContext
+from consumer_sdk.handlers import Handlers
+from consumer_sdk.message import Message, NotAMessage, Record
+from consumer_sdk.retry import Retry
+from fencepost.errors import LeaseLost
+
+if TYPE_CHECKING:
+    from consumer_sdk.worker import Worker
+    from consumer_sdk.worker_settings import WorkerSettings, load_worker_settings
+
+__all__ = [
+    "Ambiguous",
+    "Handlers",
+    "LeaseLost",
+    "Message",
+    "NotAMessage",
+    "Record",
+    "Retry",
+    "Retryable",
+    "RunContext",
+    "Terminal",
+    "Worker",
+    "WorkerSettings",
+    "load_worker_settings",
+]
+
+
+_LATE = {
+    "Worker": "consumer_sdk.worker",
+    "WorkerSettings": "consumer_sdk.worker_settings",
+    "load_worker_settings": "consumer_sdk.worker_settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # A service that only reads messages pays for no database driver and no metrics.
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

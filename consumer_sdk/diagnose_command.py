@@ -9,10 +9,11 @@ import typer
 
 from consumer_sdk.double_completion import double_completion
 from consumer_sdk.duplicates import duplicates
-from consumer_sdk.finding import Finding, report
+from consumer_sdk.finding import Finding, report, scope
 from consumer_sdk.inspection import LARGEST_ID, DryRun, answering, check_text, inspecting, plain, smallest_id, time_of
 from consumer_sdk.stuck_leases import reap_all, stuck_leases
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json
+from fencepost.errors import RunNotFound
 
 __all__ = ["diagnose"]
 
@@ -86,10 +87,20 @@ def diagnose_double_completion(
         async with inspecting(database_url) as inspector:
             now = (await inspector.rows("clock"))[0]["at"]
             first, last = (run, run) if run else (smallest_id(now - timedelta(hours=since_hours)), LARGEST_ID)
-            return await double_completion(inspector, first, last, tenant)
+            looked_at = await _scope(inspector, run, first, last, tenant)
+            return [looked_at, *await double_completion(inspector, first, last, tenant)]
 
     summary = "Proven from the database's side: one generation ended each run. Look for effects outside, by their operation keys."
-    report(asyncio.run(look()), as_json=as_json, summary=summary)
+    with answering():
+        findings = asyncio.run(look())
+    report(findings, as_json=as_json, summary=summary)
+
+
+async def _scope(inspector: Inspector, run: UUID | None, first: UUID, last: UUID, tenant: str | None) -> Finding:
+    """Raises ``RunNotFound`` for a run that is not there: its rules would all hold."""
+    if run is not None and not (await inspector.rows("scope", run, run, tenant, 1))[0]["runs"]:
+        raise RunNotFound(f"tenant {tenant} has no run {run}" if tenant else f"there is no run {run}")
+    return scope((await inspector.rows("scope", first, last, tenant, _COUNTED_MOST))[0]["runs"], _COUNTED_MOST)
 
 
 @diagnose.command("stuck-leases")

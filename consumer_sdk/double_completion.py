@@ -34,7 +34,9 @@ async def double_completion(inspector: Inspector, first: UUID, last: UUID, tenan
     bounds = (first, last, tenant, SHOWN)
     findings = [await _guards(inspector)]
     for look, (holds, broken) in _RULES.items():
-        findings.append(violations(look, await inspector.rows(look, *bounds), holds=holds, broken=broken, do=_EVIDENCE))
+        findings.append(
+            violations(look.replace("_", " "), await inspector.rows(look, *bounds), holds=holds, broken=broken, do=_EVIDENCE)
+        )
     return [
         *findings,
         _contested(await inspector.rows("contested", *bounds)),
@@ -52,7 +54,7 @@ async def _guards(inspector: Inspector) -> Finding:
 
 def _contested(rows: Sequence[Any]) -> Finding:
     says = (
-        f"{len(rows)} runs were held under several generations, each one counted"
+        f"runs that several generations held, the most contested first: {len(rows)}"
         if rows
         else "no run was held under more than one generation"
     )

@@ -51,7 +51,7 @@ def _alike(twins: Sequence[_Row]) -> Finding:
         rows += [_member(row, before) for row, before in zip(group, earlier, strict=False)]
     return Finding(
         look="identical inputs", verdict="warn", rows=rows,
-        says=f"{len(twins)} runs in {len(_groups(twins))} groups have the input of another",
+        says=f"runs that share their input with another: {len(twins)}, in groups: {len(_groups(twins))}",
         next="ask what each run did outside (its provider's ids) before any of them is compensated",
     )  # fmt: skip
 
@@ -69,15 +69,19 @@ def _keys(twins: Sequence[_Row]) -> Finding:
         return Finding(look="keys", verdict="ok", says="nothing to compare")
     rows = [
         {
-            "run_id": row["run_id"], "key": f"v{row['key_version']}" if row["key_version"] else "none",
+            "run_id": row["run_id"], "key": _key(row),
             "fingerprint": row["fingerprint"], "profile": row["profile"], "schema": row["schema_version"],
         }
         for row in twins
     ]  # fmt: skip
     reasons = dict.fromkeys(f"input {group[0]['input']}: {why_apart(group)}" for group in _groups(twins))
-    return Finding(
-        look="keys", verdict="warn", says="why the keys did not join these runs", rows=rows, next="\n      ".join(reasons)
-    )
+    return Finding(look="keys", verdict="warn", says="why the keys did not join these runs", rows=rows, next="\n".join(reasons))
+
+
+def _key(row: _Row) -> str:
+    if row["replay_of"] is not None:
+        return "replay"
+    return f"v{row['key_version']}" if row["key_version"] else "none"
 
 
 def why_apart(group: Sequence[_Row]) -> str:

@@ -1,16 +1,19 @@
 """One look of an investigation: evidence, verdict, and what to do next."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import typer
+from rich.console import Console
 
 from consumer_sdk.inspection import plain
 from consumer_sdk.tables import print_rows
 from fencepost.console import print_json, seconds
 
-__all__ = ["SHOWN", "Finding", "report", "violations"]
+__all__ = ["SHOWN", "Finding", "report", "scope", "violations"]
 
 # Rows that a look prints at most.
 SHOWN = 20
@@ -25,6 +28,14 @@ class Finding:
     says: str
     next: str = ""
     rows: Sequence[Mapping[str, Any]] = ()
+
+
+def scope(count: int, most: int) -> Finding:
+    """How much was looked at: nothing broken among no runs says nothing."""
+    says = f"runs looked at: {count}{' or more' if count >= most else ''}"
+    if count:
+        return Finding(look="scope", verdict="ok", says=says)
+    return Finding(look="scope", verdict="warn", says=says, next="widen --since-hours, or look at the tenant's name")
 
 
 def violations(look: str, rows: Sequence[Any], *, holds: str, broken: str, do: str) -> Finding:
@@ -49,16 +60,25 @@ def report(findings: Sequence[Finding], *, as_json: bool, summary: str) -> None:
 
 
 def _print(finding: Finding) -> None:
-    typer.echo(f"\n{finding.verdict:<5} {finding.look}: {finding.says}")
+    typer.echo(f"\n{_filled(f'{finding.verdict:<5} {finding.look}: {finding.says}')}")
     if finding.rows:
         names = list(finding.rows[0])
-        shown = [[_cell(name, row[name]) for name in names] for row in finding.rows]
-        print_rows([name.removesuffix("_seconds").replace("_", " ") for name in names], shown)
+        print_rows([_heading(name) for name in names], [[_cell(name, row[name]) for name in names] for row in finding.rows])
     if finding.next:
-        typer.echo(f"   -> {finding.next}")
+        typer.echo("\n".join(_filled(f"   -> {line}") for line in finding.next.splitlines()))
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, Console().width, subsequent_indent=" " * 6, break_on_hyphens=False)
+
+
+def _heading(name: str) -> str:
+    return name.removesuffix("_seconds").removesuffix("_id").replace("_", " ")
 
 
 def _cell(name: str, value: object) -> object:
+    if isinstance(value, datetime):
+        return f"{value.astimezone(UTC):%m-%d %H:%M:%S}"
     if name.endswith("_seconds") and isinstance(value, int | float):
         return f"-{seconds(-value)}" if value < 0 else seconds(value)
-    return plain({name: value})[name]
+    return value

@@ -4,6 +4,12 @@
 -- name: clock
 SELECT clock_timestamp() AS at;
 
+-- name: scope
+-- How many runs with ids from $1 to $2 tenant $3 (null: any) has, counted up to $4.
+SELECT count(*) AS runs FROM (
+    SELECT FROM fencepost.runs AS r
+    WHERE r.run_id BETWEEN $1 AND $2 AND ($3::text IS NULL OR r.tenant_id = $3) LIMIT $4) AS r;
+
 -- name: list_runs
 -- The newest $6 runs of tenant $1, workflow $2 and state $3 (null: any) with ids from $4 to $5.
 SELECT r.run_id, r.tenant_id, r.workflow, r.state, j.state AS job_state, j.attempts, j.max_attempts, r.error_code,
@@ -132,7 +138,7 @@ SELECT count(*) AS tombstones FROM (
 
 -- name: replays
 -- Which of runs $2 of tenant $1 were run anew, by whom and why.
-SELECT x.run_id, x.new_run_id, x.actor, x.reason, x.created_at FROM fencepost.job_replays AS x
+SELECT x.new_run_id AS run_id, x.actor, x.reason, x.run_id AS replay_of FROM fencepost.job_replays AS x
 WHERE x.tenant_id = $1 AND x.run_id = ANY ($2::uuid[]) ORDER BY x.run_id LIMIT 100;
 
 -- Double completion ----------------------------------------------------------------------------------------------------
@@ -198,12 +204,12 @@ ORDER BY a.run_id, a.generation LIMIT $4;
 
 -- name: contested
 -- Not a fault: the runs that more than one generation held, those with the most first.
-SELECT j.run_id, j.tenant_id, j.state AS job, j.lease_generation AS generations,
-       count(a.generation) FILTER (WHERE a.outcome = 'lost') AS lost, count(DISTINCT a.worker) AS workers,
+SELECT j.run_id, j.tenant_id, j.state AS job, j.lease_generation AS claims,
+       count(a.generation) FILTER (WHERE a.outcome = 'lost') AS lost,
        string_agg(DISTINCT a.worker, ', ') FILTER (WHERE a.outcome = 'completed') AS completed_by
 FROM fencepost.jobs AS j JOIN fencepost.job_attempts AS a ON a.run_id = j.run_id AND a.tenant_id = j.tenant_id
 WHERE j.run_id BETWEEN $1 AND $2 AND ($3::text IS NULL OR j.tenant_id = $3) AND j.lease_generation > 1
-GROUP BY j.run_id, j.tenant_id ORDER BY lost DESC, generations DESC, j.run_id LIMIT $4;
+GROUP BY j.run_id, j.tenant_id ORDER BY lost DESC, claims DESC, j.run_id LIMIT $4;
 
 -- name: losing_workers
 -- Not a fault: whose leases ran out. renewed: how many of the lost attempts had renewed at least once.
@@ -356,8 +362,8 @@ ORDER BY j.lease_expires_at, j.run_id LIMIT 100;
 
 -- name: vacuum
 SELECT s.n_live_tup AS live_rows, s.n_dead_tup AS dead_rows,
-       extract(epoch FROM clock_timestamp() - greatest(s.last_autovacuum, s.last_vacuum))::float8 AS vacuumed_seconds_ago,
-       extract(epoch FROM clock_timestamp() - greatest(s.last_autoanalyze, s.last_analyze))::float8 AS analyzed_seconds_ago,
+       extract(epoch FROM clock_timestamp() - greatest(s.last_autovacuum, s.last_vacuum))::float8 AS vacuumed_ago_seconds,
+       extract(epoch FROM clock_timestamp() - greatest(s.last_autoanalyze, s.last_analyze))::float8 AS analyzed_ago_seconds,
        current_setting('autovacuum')::boolean AND coalesce(
            (SELECT option_value::boolean FROM pg_options_to_table(c.reloptions) WHERE option_name = 'autovacuum_enabled'), true) AS enabled
 FROM pg_stat_user_tables AS s JOIN pg_class AS c ON c.oid = s.relid

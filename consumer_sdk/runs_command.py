@@ -3,7 +3,7 @@
 import asyncio
 import textwrap
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
@@ -62,13 +62,13 @@ def list_runs(
     if as_json:
         print_json([plain(row) for row in found])
         return
-    print_rows(["run", "tenant", "workflow", "state", "tries", "age", "error"], [_listed(row) for row in found], whole=6)
+    print_rows(["run", "tries", "age", "tenant", "workflow", "state"], [_listed(row) for row in found], whole=3)
 
 
 def _listed(row: Mapping[str, Any]) -> Sequence[object]:
-    attempts = f"{row['attempts']}/{row['max_attempts']}"
+    state = f"{row['state']}: {row['error_code']}" if row["error_code"] else row["state"]
     age = seconds((row["now"] - row["created_at"]).total_seconds())
-    return row["run_id"], row["tenant_id"], row["workflow"], row["state"], attempts, age, row["error_code"]
+    return row["run_id"], f"{row['attempts']}/{row['max_attempts']}", age, row["tenant_id"], row["workflow"], state
 
 
 async def _list(database_url: str, tenant: str | None, workflow: str | None, state: str | None, limit: int) -> Sequence[Any]:
@@ -135,7 +135,7 @@ def _summary(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("state", f"{run['state']}{_because(run)}; job {run['job_state']}; version {run['version']}"),
         ("workflow", f"{run['workflow']}, version {run['workflow_version']}, events to topic {run['topic']}"),
-        ("attempts", f"{run['attempts']} of {run['max_attempts']} used; claimed {run['lease_generation']} times"),
+        ("attempts", f"{run['attempts']} of {run['max_attempts']} used; generation {run['lease_generation']}"),
         ("accepted", f"{run['created_at'].astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC, {relative(run['created_at'], now)}"),
         ("ended", relative(run["finished_at"], now) or "not yet"),
         ("lease", _lease(run)),
@@ -198,8 +198,12 @@ def _told(entry: Entry, before: Entry | None) -> Sequence[object]:
     if before is None:
         return moment, "", entry.what, entry.text
     new_day = at.date() != before.at.astimezone(UTC).date()
-    later = f"+{seconds((entry.at - before.at).total_seconds())}"
-    return f"{at:%Y-%m-%d}\n{moment}" if new_day else moment, later, entry.what, entry.text
+    moment = f"{at:%Y-%m-%d}\n{moment}" if new_day else moment
+    return moment, _later((entry.at - before.at).total_seconds()), entry.what, entry.text
+
+
+def _later(by: float) -> str:
+    return f"+{by * 1_000:.0f} ms" if by < 1 else f"+{seconds(by)}"
 
 
 def _advice(run: Mapping[str, Any]) -> list[str]:

@@ -65,9 +65,7 @@ def _clock(database: datetime) -> Finding:
 def _expiry(row: Mapping[str, Any]) -> Finding:
     if not row["leased"]:
         return Finding(look="lease expiry", verdict="ok", says="no job is leased")
-    return Finding(
-        look="lease expiry", verdict="ok", says=f"{row['leased']} leased jobs; when their leases run out:", rows=[dict(row)]
-    )
+    return Finding(look="lease expiry", verdict="ok", says=f"leased jobs: {row['leased']}", rows=[dict(row)])
 
 
 def _expired(rows: Sequence[Any]) -> Finding:

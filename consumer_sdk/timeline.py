@@ -54,7 +54,7 @@ def timeline(run: _Row, attempts: Sequence[_Row], events: Sequence[_Row], audit:
 
 def _accepted(run: _Row) -> Entry:
     bound = run["key_expires_at"] is not None
-    text = "with an idempotency key" if bound else "no idempotency key is bound to it (it had none, or its retention is over)"
+    text = "with an idempotency key" if bound else "without an idempotency key, or its retention is over"
     if run["replay_of"] is not None:
         text = f"as the replay of {run['replay_of']}"
     return Entry(at=run["created_at"], what="accepted", text=text, facts={"key_bound": bound, "replay_of": run["replay_of"]})

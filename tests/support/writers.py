@@ -24,7 +24,8 @@ import producer_sdk.asyncpg
 import producer_sdk.django
 import producer_sdk.psycopg
 import producer_sdk.sqlalchemy
-from producer_sdk import Event
+from producer_sdk import Accepted, Cancellation, Command, Event, Run, Scope
+from producer_sdk.identity import Unkeyed
 
 Result = TypeVar("Result")
 
@@ -48,6 +49,18 @@ class Writer(ABC):
     @abstractmethod
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         """Enqueue several through the adapter."""
+
+    @abstractmethod
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        """Accept a command through the adapter."""
+
+    @abstractmethod
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        """Cancel a run through the adapter."""
+
+    @abstractmethod
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        """Read a run through the adapter."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[object]:
@@ -116,6 +129,15 @@ class AsyncpgWriter(AsyncWriter):
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         return self.run(producer_sdk.asyncpg.enqueue_many(self.connection, events))
 
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        return self.run(producer_sdk.asyncpg.accept(self.connection, command, scope, key, **options))
+
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        return self.run(producer_sdk.asyncpg.cancel(self.connection, run_id, **options))
+
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        return self.run(producer_sdk.asyncpg.read_run(self.connection, run_id, tenant_id=tenant_id))
+
     def transaction(self) -> AbstractContextManager[object]:
         return self.entered(self.connection.transaction())
 
@@ -149,6 +171,15 @@ class PsycopgWriter(Writer):
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         return producer_sdk.psycopg.enqueue_many(self.connection, events)
 
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        return producer_sdk.psycopg.accept(self.connection, command, scope, key, **options)
+
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        return producer_sdk.psycopg.cancel(self.connection, run_id, **options)
+
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        return producer_sdk.psycopg.read_run(self.connection, run_id, tenant_id=tenant_id)
+
     def transaction(self) -> AbstractContextManager[object]:
         return self.connection.transaction()
 
@@ -172,6 +203,15 @@ class PsycopgAsyncWriter(AsyncWriter):
 
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         return self.run(producer_sdk.psycopg.enqueue_many_async(self.connection, events))
+
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        return self.run(producer_sdk.psycopg.accept_async(self.connection, command, scope, key, **options))
+
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        return self.run(producer_sdk.psycopg.cancel_async(self.connection, run_id, **options))
+
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        return self.run(producer_sdk.psycopg.read_run_async(self.connection, run_id, tenant_id=tenant_id))
 
     def transaction(self) -> AbstractContextManager[object]:
         return self.entered(self.connection.transaction())
@@ -199,6 +239,15 @@ class SqlalchemyWriter(Writer):
 
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         return producer_sdk.sqlalchemy.enqueue_many(self.connection, events)
+
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        return producer_sdk.sqlalchemy.accept(self.connection, command, scope, key, **options)
+
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        return producer_sdk.sqlalchemy.cancel(self.connection, run_id, **options)
+
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        return producer_sdk.sqlalchemy.read_run(self.connection, run_id, tenant_id=tenant_id)
 
     def transaction(self) -> AbstractContextManager[object]:
         begun: AbstractContextManager[object] = self.connection.begin()
@@ -238,6 +287,15 @@ class SqlalchemyAsyncWriter(AsyncWriter):
 
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         return self.run(producer_sdk.sqlalchemy.enqueue_many_async(self.connection, events))
+
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        return self.run(producer_sdk.sqlalchemy.accept_async(self.connection, command, scope, key, **options))
+
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        return self.run(producer_sdk.sqlalchemy.cancel_async(self.connection, run_id, **options))
+
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        return self.run(producer_sdk.sqlalchemy.read_run_async(self.connection, run_id, tenant_id=tenant_id))
 
     def transaction(self) -> AbstractContextManager[object]:
         return self.entered(self.connection.begin())
@@ -279,6 +337,15 @@ class DjangoWriter(Writer):
 
     def enqueue_many(self, events: Sequence[Event]) -> list[UUID]:
         return producer_sdk.django.enqueue_many(events, using=self.alias)
+
+    def accept(self, command: Command, scope: Scope, key: str | Unkeyed, **options: Any) -> Accepted:
+        return producer_sdk.django.accept(command, scope, key, using=self.alias, **options)
+
+    def cancel(self, run_id: UUID, **options: Any) -> Cancellation:
+        return producer_sdk.django.cancel(run_id, using=self.alias, **options)
+
+    def read_run(self, run_id: UUID, *, tenant_id: str) -> Run:
+        return producer_sdk.django.read_run(run_id, tenant_id=tenant_id, using=self.alias)
 
     def transaction(self) -> AbstractContextManager[object]:
         return transaction.atomic(using=self.alias)

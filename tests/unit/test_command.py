@@ -196,7 +196,7 @@ def test_what_reaches_a_limit_exactly_is_kept() -> None:
 
 
 def acceptance(made: Command | None = None, key: Any = "k-1", **options: Any) -> Acceptance:
-    given = {"secrets": SECRETS, "key_retention_seconds": KEY_RETENTION_SECONDS} | options
+    given: dict[str, Any] = {"secrets": SECRETS, "key_retention_seconds": KEY_RETENTION_SECONDS} | options
     return Acceptance(made or command(), SCOPE, key, **given)
 
 
@@ -259,9 +259,9 @@ def test_an_expired_key_is_told_apart() -> None:
 
 
 def test_in_progress_says_when_only_a_new_transaction_can_help() -> None:
-    with pytest.raises(InProgress, match="try again$"):
+    with pytest.raises(InProgress, match=r"try again$"):
         acceptance().judged(answer("in_progress"))
-    with pytest.raises(InProgress, match="REPEATABLE READ.* in a new transaction"):
+    with pytest.raises(InProgress, match=r"REPEATABLE READ.* in a new transaction"):
         acceptance().judged(answer("in_progress", isolation="repeatable read"))
 
 
