@@ -70,7 +70,7 @@ class Attempt:
     async def _handled(self) -> Ended:
         try:
             value = self._handler.parse(self.state.claim.input)
-        except ValueError:
+        except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no input may end the worker
             return Raised(_INVALID_INPUT)
         handling = asyncio.create_task(self._call(value))
         self._handling = handling

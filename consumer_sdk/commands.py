@@ -1,14 +1,16 @@
-"""The commands on runs: ``runs …`` and ``diagnose …``."""
+"""The consumer's commands: ``worker run``, ``runs …`` and ``diagnose …``."""
 
 import typer
 
 from consumer_sdk.diagnose_command import diagnose
 from consumer_sdk.runs_command import runs
+from consumer_sdk.worker_command import worker
 
 __all__ = ["register"]
 
 
 def register(root: typer.Typer) -> None:
-    """Add the commands on runs to the root."""
+    """Add the consumer's commands to the root."""
+    root.add_typer(worker, name="worker")
     root.add_typer(runs, name="runs")
     root.add_typer(diagnose, name="diagnose")

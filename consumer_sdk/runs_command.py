@@ -1,6 +1,7 @@
 """``fencepost runs``: list runs, tell one's story, cancel it, run dead work anew."""
 
 import asyncio
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, timedelta
@@ -23,7 +24,7 @@ from consumer_sdk.inspection import (
     inspecting,
     plain,
 )  # fmt: skip
-from consumer_sdk.tables import print_rows
+from consumer_sdk.tables import print_rows, printable
 from consumer_sdk.timeline import Entry, relative, timeline
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json, seconds
 from fencepost.errors import ReplayRefused, RunChanged, RunEnded, RunNotFound
@@ -125,9 +126,9 @@ async def _tenant_of(inspector: Inspector, run_id: UUID) -> str:
 
 
 def _print_summary(run: Mapping[str, Any]) -> None:
-    typer.echo(f"Run {run['run_id']} of tenant {run['tenant_id']}")
+    typer.echo(f"Run {run['run_id']} of tenant {printable(run['tenant_id'])}")
     for name, text in _summary(run):
-        typer.echo(textwrap.fill(text, Console().width, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
+        typer.echo(textwrap.fill(printable(text), Console().width, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
 
 
 def _summary(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -207,7 +208,7 @@ def _later(by: float) -> str:
 
 
 def _advice(run: Mapping[str, Any]) -> list[str]:
-    names = f"{run['run_id']} --tenant {run['tenant_id']}"
+    names = f"{run['run_id']} --tenant {shlex.quote(printable(run['tenant_id']))}"
     if run["lease_owner"] is not None and run["lease_expires_at"] <= run["now"]:
         return ["The lease ran out: the next claim or the reaper takes the job. If nobody does, `fencepost diagnose stuck-leases`."]
     if run["state"] == "failed" and run["replayed_as"] is None:

@@ -7,7 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_rows"]
+__all__ = ["print_rows", "printable"]
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: names and reasons come from anybody."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], *, whole: int = 1, title: str | None = None) -> None:
@@ -16,5 +21,5 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], *, whol
     for number, column in enumerate(columns):
         table.add_column(column, no_wrap=number < whole, overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
     Console(highlight=False).print(table)

@@ -259,6 +259,6 @@ def _in_progress(isolation: str) -> str:
     if isolation in _FRESH_SNAPSHOTS:
         return "another transaction is accepting this key; try again"
     return (
-        f"another transaction is accepting this key, or has since this {isolation.upper()} transaction began and cannot be seen "
-        "in it; roll back, or commit, and try again in a new transaction"
+        f"another transaction is accepting this key, or has committed what this {isolation.upper()} transaction cannot see or "
+        "conflicts with; roll back, or commit, and try again in a new transaction"
     )
