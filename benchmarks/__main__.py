@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
+from benchmarks.acceptance import acceptance
 from benchmarks.drain import drain
+from benchmarks.jobs import jobs
 from benchmarks.lab import BenchmarkFailed, Lab, open_lab
 from benchmarks.latency import latency
 from benchmarks.memory import memory
@@ -21,10 +23,16 @@ from fencepost.devservices import ServicesError
 _NAIVE_SHARE: Final = 60
 # Has services of its own, which it kills and restarts, and an exit code of its own.
 _SOAK: Final = "soak"
-_QUICK: Final = {"repeats": 1, "rows": 20_000, "large_rows": 40, "seconds": 2.0}
-_FULL: Final = {"repeats": 3, "rows": 300_000, "large_rows": 400, "seconds": 8.0}
+_QUICK: Final[dict[str, float]] = {"repeats": 1, "rows": 20_000, "large_rows": 40, "seconds": 2.0, "history": 20_000}
 # A history has to be long to mean something.
-_POLL_ROWS: Final = {True: 20_000, False: 1_000_000}
+_FULL: Final[dict[str, float]] = {"repeats": 3, "rows": 300_000, "large_rows": 400, "seconds": 8.0, "history": 1_000_000}
+# By benchmark and whether it is to be quick, where it differs from the rest.
+_OWN: Final[dict[tuple[str, bool], dict[str, float]]] = {
+    ("poll", False): {"rows": 1_000_000},
+    ("acceptance", False): {"repeats": 5, "seconds": 5.0},
+    ("jobs", True): {"rows": 2_000},
+    ("jobs", False): {"rows": 40_000},
+}
 
 
 def main() -> int:
@@ -51,20 +59,20 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("benchmark", choices=sorted([*_BENCHMARKS, _SOAK]))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, figures and ratios to this file")
-    parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3)")
+    parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3; acceptance 5)")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run? The numbers mean little")
-    parser.add_argument("--rows", type=int, help="drain, memory, poll: rows of the backlog (default: 300,000; poll 1,000,000)")
+    rows = "drain, memory, poll, jobs: rows of the backlog (default: 300,000; poll 1,000,000; jobs 40,000)"
+    parser.add_argument("--rows", type=int, help=rows)
+    parser.add_argument("--history", type=int, help="jobs: finished and as many future jobs behind a claim (default: 1,000,000)")
     parser.add_argument("--large-rows", type=int, help="memory: rows of 1 MB (default: 400)")
-    parser.add_argument("--seconds", type=float, help="latency, writers: length of a window (default: 8)")
+    parser.add_argument("--seconds", type=float, help="latency, writers, acceptance: length of a window (default: 8; 5)")
     parser.add_argument("--writers", type=int, help="writers: how many (default: 16)", default=16)
     parser.add_argument("--wakeup", choices=["listen", "poll"], default="listen", help="latency: the relay's setting")
     parser.add_argument("--minutes", type=float, help="soak: how long faults go on (default: 3)", default=3.0)
     parser.add_argument("--brokers", type=int, choices=[1, 3], help="soak: how many (default: 1)", default=1)
     parser.add_argument("--seed", type=int, help="soak: of the faults and the writers (default: a new one)")
     options = parser.parse_args()
-    defaults = _QUICK if options.quick else _FULL
-    if options.benchmark == "poll":
-        defaults = defaults | {"rows": _POLL_ROWS[options.quick]}
+    defaults = (_QUICK if options.quick else _FULL) | _OWN.get((options.benchmark, options.quick), {})
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -91,8 +99,18 @@ def _memory(lab: Lab, options: argparse.Namespace) -> Report:
     return memory(lab, repeats=options.repeats, rows=options.rows, large_rows=options.large_rows)
 
 
+def _acceptance(lab: Lab, options: argparse.Namespace) -> Report:
+    return acceptance(lab, repeats=options.repeats, seconds=options.seconds)
+
+
+def _jobs(lab: Lab, options: argparse.Namespace) -> Report:
+    return jobs(lab, repeats=options.repeats, rows=options.rows, history=options.history)
+
+
 _BENCHMARKS: Final[dict[str, Callable[[Lab, argparse.Namespace], Report]]] = {
+    "acceptance": _acceptance,
     "drain": _drain,
+    "jobs": _jobs,
     "latency": _latency,
     "memory": _memory,
     "poll": _poll,

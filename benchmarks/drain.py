@@ -5,8 +5,6 @@ publishes one twice fails the benchmark.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
@@ -14,8 +12,9 @@ from typing import Any, Final
 import psycopg
 
 from benchmarks import backlog
-from benchmarks.lab import BenchmarkFailed, Lab, Relay
-from benchmarks.measure import Mark, rate_between_marks, ratios
+from benchmarks.lab import BenchmarkFailed, Lab, Service
+from benchmarks.measure import Mark, known_median, rate_between_marks, ratios
+from benchmarks.meter import Meter
 from benchmarks.report import Report
 
 __all__ = ["Drained", "drain", "drain_with_relay"]
@@ -80,17 +79,17 @@ def drain_with_relay(lab: Lab, url: str, topic: str, rows: int, **settings: obje
     backlog.give_lanes_away(url)
     before = lab.records_on(topic, PARTITIONS)
     with lab.relay(url, **settings) as relay, psycopg.connect(url, autocommit=True) as connection:
-        with _metered(lab, connection, rows) as meter:
-            cpu = relay.cpu()
-            backlog.let_lanes_go(connection)
-            peak = _until_drained(relay, connection, rows)
-            cpu = relay.cpu() - cpu
+        meter, cpu = Meter(lab, connection), relay.cpu()
+        backlog.let_lanes_go(connection)
+        peak = _until_drained(relay, connection, rows)
+        cpu = relay.cpu() - cpu
+        spent = meter.each(rows)
         marks = backlog.receipts(connection)
     _must_be_whole(lab, topic, before, rows)
-    return Drained(rate=rate_between_marks(marks), cpu_us=cpu / rows * _MICRO, peak_rss_mib=peak, **meter)
+    return Drained(rate=rate_between_marks(marks), cpu_us=cpu / rows * _MICRO, peak_rss_mib=peak, **spent)
 
 
-def _until_drained(relay: Relay, connection: "psycopg.Connection[Any]", rows: int) -> float:
+def _until_drained(relay: Service, connection: "psycopg.Connection[Any]", rows: int) -> float:
     """Returns the highest memory seen, in MiB. A relay that stands still fails the benchmark soon."""
     peak, delivered, moved_at = 0.0, 0, time.monotonic()
     while delivered < rows:
@@ -111,27 +110,13 @@ def _drain_with_worker(lab: Lab, url: str, topic: str, name: str, expected: int,
     with (
         lab.worker(name, database_url=url, topic=topic, **parameters) as worker,
         psycopg.connect(url, autocommit=True) as connection,
-        _metered(lab, connection, expected) as meter,
     ):
+        meter = Meter(lab, connection)
         found = worker.run()
+        spent = meter.each(expected)
     _must_be_whole(lab, topic, before, expected)
     marks = [Mark(at, rows) for at, rows in found["marks"]]
-    return Drained(rate=rate_between_marks(marks), cpu_us=found["cpu_seconds"] / expected * _MICRO, **meter)
-
-
-@contextmanager
-def _metered(lab: Lab, connection: "psycopg.Connection[Any]", rows: int) -> Iterator[dict[str, Any]]:
-    """Fills in what the services spent on each row within the block."""
-    postgres, kafka, wal = lab.postgres_cpu(), lab.kafka_cpu(), backlog.wal_bytes(connection)
-    meter: dict[str, Any] = {}
-    yield meter
-    meter["postgres_us"] = _each(postgres, lab.postgres_cpu(), rows)
-    meter["kafka_us"] = _each(kafka, lab.kafka_cpu(), rows)
-    meter["wal_bytes"] = (backlog.wal_bytes(connection) - wal) / rows
-
-
-def _each(before: float | None, after: float | None, rows: int) -> float | None:
-    return None if before is None or after is None else (after - before) / rows * _MICRO
+    return Drained(rate=rate_between_marks(marks), cpu_us=found["cpu_seconds"] / expected * _MICRO, **spent)
 
 
 def _must_be_whole(lab: Lab, topic: str, before: int, rows: int) -> None:
@@ -144,12 +129,7 @@ def _figures(drained: list[Drained]) -> dict[str, float | None]:
     return {
         "rows_per_second": median(one.rate for one in drained),
         "cpu_us_per_row": median(one.cpu_us for one in drained),
-        "postgres_cpu_us_per_row": _median([one.postgres_us for one in drained]),
-        "kafka_cpu_us_per_row": _median([one.kafka_us for one in drained]),
+        "postgres_cpu_us_per_row": known_median(one.postgres_us for one in drained),
+        "kafka_cpu_us_per_row": known_median(one.kafka_us for one in drained),
         "wal_bytes_per_row": median(one.wal_bytes for one in drained),
     }
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self
@@ -27,7 +27,7 @@ from fencepost.devservices.pins import KAFKA_VERSION
 from fencepost.devservices.processes import Watchdog, tail
 from migrations import migrate
 
-__all__ = ["BenchmarkFailed", "Lab", "Relay", "Worker", "cpu_seconds", "open_lab"]
+__all__ = ["BenchmarkFailed", "Lab", "Service", "Worker", "cpu_seconds", "open_lab"]
 
 _READY_SECONDS: Final = 60.0
 _RESULT_SECONDS: Final = 900.0
@@ -53,11 +53,12 @@ class Lab:
         return self.services.bootstrap_servers
 
     @contextmanager
-    def database(self) -> Iterator[str]:
-        """A migrated database of its own."""
-        url = self.services.create_database()
+    def database(self, template: str | None = None) -> Iterator[str]:
+        """A migrated database of its own, or a copy of ``template``, to which nobody may be connected."""
+        url = self.services.create_database(template)
         try:
-            asyncio.run(migrate(url))
+            if template is None:
+                asyncio.run(migrate(url))
             yield url
         finally:
             self.services.drop_database(url)
@@ -73,14 +74,18 @@ class Lab:
         return asyncio.run(_records_on(self.kafka, topic, partitions))
 
     @contextmanager
-    def relay(self, database_url: str, **settings: object) -> Iterator["Relay"]:
+    def relay(self, database_url: str, **settings: object) -> Iterator["Service"]:
         """A relay that is ready; stopped in order at the end of the block."""
-        relay = Relay(self, database_url, settings)
-        try:
-            relay.wait_ready()
+        chosen = {"database_url": database_url, "kafka_bootstrap_servers": self.kafka, **settings}
+        with Service(self, "relay", ["relay", "run"], chosen, port_setting="http_port") as relay:
             yield relay
-        finally:
-            relay.stop()
+
+    @contextmanager
+    def job_worker(self, database_url: str, handlers: str, **settings: object) -> Iterator["Service"]:
+        """A worker of runs that is ready; stopped in order at the end of the block."""
+        chosen = {"database_url": database_url, **settings}
+        with Service(self, "worker", ["worker", "run", handlers], chosen, port_setting="worker_http_port") as worker:
+            yield worker
 
     @contextmanager
     def worker(self, name: str, **parameters: object) -> Iterator["Worker"]:
@@ -115,16 +120,29 @@ class Lab:
         }
 
 
-class Relay:
-    """``fencepost relay run`` as a process of its own."""
+class Service:
+    """A service of ``fencepost`` as a process of its own. ``settings`` are named as in its environment, without the prefix."""
 
-    def __init__(self, lab: Lab, database_url: str, settings: Mapping[str, object]) -> None:
+    def __init__(self, lab: Lab, name: str, arguments: Sequence[str], settings: Mapping[str, object], *, port_setting: str) -> None:
+        self._name = name
         self._port = free_port()
-        self._log = lab.logs / f"relay-{self._port}.log"
-        chosen = {"database_url": database_url, "kafka_bootstrap_servers": lab.kafka, "http_port": self._port, **settings}
+        self._log = lab.logs / f"{name}-{self._port}.log"
+        chosen = {port_setting: self._port, **settings}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FENCEPOST_")}
         environment |= {f"FENCEPOST_{name.upper()}": str(value) for name, value in chosen.items()}
-        self._process = _start(lab, [sys.executable, "-m", "fencepost", "relay", "run"], self._log, env=environment)
+        self._process = _start(lab, [sys.executable, "-m", "fencepost", *arguments], self._log, env=environment)
+
+    def __enter__(self) -> Self:
+        """Returns when it is ready."""
+        try:
+            self._wait_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
 
     @property
     def pid(self) -> int:
@@ -137,21 +155,21 @@ class Relay:
         return float(psutil.Process(self.pid).memory_info().rss) / _MIB
 
     def check(self) -> None:
-        """Raise if the relay has ended."""
+        """Raise if it has ended."""
         if self._process.poll() is not None:
-            raise BenchmarkFailed(f"the relay ended with {self._process.returncode}; its log ends:\n{tail(self._log)}")
+            raise BenchmarkFailed(f"the {self._name} ended with {self._process.returncode}; its log ends:\n{tail(self._log)}")
 
     def log_tail(self) -> str:
         """The last lines of its log."""
         return tail(self._log)
 
-    def wait_ready(self) -> None:
+    def _wait_ready(self) -> None:
         """Until database and broker answer it."""
         deadline = time.monotonic() + _READY_SECONDS
         while not self._is_ready():
             self.check()
             if time.monotonic() > deadline:
-                raise BenchmarkFailed(f"the relay was not ready in time; its log ends:\n{tail(self._log)}")
+                raise BenchmarkFailed(f"the {self._name} was not ready in time; its log ends:\n{tail(self._log)}")
             time.sleep(_TICK_SECONDS)
 
     def _is_ready(self) -> bool:
@@ -161,7 +179,7 @@ class Relay:
         except OSError:
             return False
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         _stop(self._process)
 
 

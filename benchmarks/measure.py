@@ -5,7 +5,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-__all__ = ["Mark", "delays_ms", "growth", "percentile", "rate_between_marks", "ratios", "rounded", "spread", "summary_ms"]
+__all__ = [
+    "Mark",
+    "delays_ms",
+    "each_us",
+    "growth",
+    "known_median",
+    "percentile",
+    "rate_between_marks",
+    "ratios",
+    "rounded",
+    "spread",
+    "summary_ms",
+]
+
+_MICRO = 1_000_000
 
 
 class Mark(NamedTuple):
@@ -27,6 +41,17 @@ def rate_between_marks(marks: Iterable[Mark]) -> float:
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Each repeat against the baseline of the same repeat."""
     return [one / other for one, other in zip(ours, theirs, strict=True)]
+
+
+def each_us(before: float | None, after: float | None, count: int) -> float | None:
+    """Microseconds of CPU for each of ``count``, from two readings in seconds; None where they cannot be read."""
+    return None if before is None or after is None else (after - before) / count * _MICRO
+
+
+def known_median(values: Iterable[float | None]) -> float | None:
+    """The median of what could be measured; None if nothing could."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def growth(with_it: float, without: float) -> float:

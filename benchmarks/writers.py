@@ -11,7 +11,7 @@ import psycopg
 
 from benchmarks import backlog
 from benchmarks.lab import BenchmarkFailed, Lab
-from benchmarks.measure import growth, ratios
+from benchmarks.measure import each_us, growth, known_median, ratios
 from benchmarks.report import Report
 
 __all__ = ["Window", "neighbours", "writers"]
@@ -96,7 +96,7 @@ def _window(lab: Lab, url: str, topic: str, count: int, seconds: float, wakeup: 
             raise BenchmarkFailed(f"the relay did not keep up: {behind} rows behind after {commits} commits")
     return Window(
         commits_per_second=done["commits"] / seconds,
-        database_us=None if database is None or database_after is None else (database_after - database) / commits * _MICRO,
+        database_us=each_us(database, database_after, commits),
         relay_us=(relay_after - relay_cpu) / commits * _MICRO,
         behind=behind,
     )
@@ -119,10 +119,9 @@ def _until_caught_up(connection: "psycopg.Connection[Any]") -> None:
 
 
 def _figures(windows: Sequence[Window]) -> dict[str, float | None]:
-    database = [window.database_us for window in windows if window.database_us is not None]
     return {
         "commits_per_second": median(window.commits_per_second for window in windows),
-        "database_cpu_us_per_commit": median(database) if database else None,
+        "database_cpu_us_per_commit": known_median(window.database_us for window in windows),
         "relay_cpu_us_per_commit": median(window.relay_us for window in windows),
         "rows_behind_at_the_end_most": max(window.behind for window in windows),
     }

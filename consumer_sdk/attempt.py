@@ -23,6 +23,10 @@ _log = structlog.get_logger(__name__)
 _INVALID_INPUT: Final = InvalidCommand("input", "does not fit the handler's model", "accept it anew in the right form")
 
 
+class HandlerExited(Exception):
+    """A handler tried to end the process."""
+
+
 class Attempt:
     """One claimed job at work. ``run`` ends with the attempt, and raises only what must end the worker."""
 
@@ -87,7 +91,13 @@ class Attempt:
         return Returned(handling.result()) if error is None else Raised(error)
 
     async def _call(self, value: object) -> object:
-        return await self._handler.function(RunContext(self.state, self._writer), value)
+        try:
+            return await self._handler.function(RunContext(self.state, self._writer), value)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # noqa: BLE001
+            # sys.exit() in a library, say: it is the end of this attempt, not of all the others.
+            raise HandlerExited(f"the handler raised {type(error).__name__}") from None
 
     async def _write(self, action: Action) -> None:
         try:

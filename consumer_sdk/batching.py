@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from fencepost.errors import InvariantViolated
+
 __all__ = ["Batcher"]
 
 _Item = TypeVar("_Item")
@@ -43,6 +45,8 @@ class Batcher(Generic[_Item, _Result]):
     async def _write_batch(self, batch: "Sequence[tuple[_Item, asyncio.Future[_Result]]]") -> None:
         try:
             results = await self._write([item for item, _ in batch])
+            if len(results) != len(batch):
+                raise InvariantViolated("a batch was answered with another number of results than it has items")
         except BaseException as error:
             failure = error if isinstance(error, Exception) else asyncio.CancelledError()
             for _, answer in batch:

@@ -5,6 +5,7 @@ Everything that writes names the generation it was made under. A handler that ha
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
@@ -12,7 +13,7 @@ from uuid import UUID
 
 from consumer_sdk.jobs import Claim, Completion, Usage
 from fencepost.clock import lease_clock
-from fencepost.errors import InvalidCommand
+from fencepost.errors import InvalidCommand, TransactionRequired
 
 if TYPE_CHECKING:
     import asyncpg
@@ -23,6 +24,8 @@ MAX_OUTPUT_BYTES: Final = 1_000_000
 MAX_CHECKPOINT_BYTES: Final = 100_000
 _MAX_EVENT_BYTES: Final = 100_000
 _MOST_USED: Final = 1e15
+_MOST_NAMES: Final = 50
+_USED: Final = re.compile(r"[a-z0-9_]{1,50}")
 
 
 class RunWriter(Protocol):
@@ -50,6 +53,7 @@ class AttemptState:
         self.saved_checkpoint: bytes | None = None
         self.usage = Usage()
         self.completed = False
+        self.completing = False
         self.cancelled = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -80,7 +84,8 @@ class RunContext:
         self._state = state
         self._writer = writer
         self._transaction: asyncpg.Connection | None = None
-        self._completing = False
+        self._in_transaction = False
+        self._fenced = False
 
     @property
     def run_id(self) -> UUID:
@@ -153,6 +158,7 @@ class RunContext:
 
     async def save(self, checkpoint: object) -> None:
         """Store a checkpoint now. Raises ``LeaseLost`` if the run is no longer held."""
+        self._refuse_after_completion()
         self.progress(checkpoint)
         await self._writer.save_checkpoint(self._state)
 
@@ -161,17 +167,21 @@ class RunContext:
 
         Raises ``InvalidCommand`` for what is not a number from 0 to 1e15.
         """
-        for amount in (cost, *detail.values()):
-            if not 0 <= amount <= _MOST_USED:
-                raise InvalidCommand("usage", "must be numbers from 0 to 1e15", "report what was used, not what is left")
+        for name, amount in {"cost": cost, **detail}.items():
+            if type(amount) not in (int, float) or not 0 <= amount <= _MOST_USED or not _USED.fullmatch(name):
+                limit = "must be plain numbers from 0 to 1e15 under short names of a-z 0-9 _"
+                raise InvalidCommand("usage", limit, "convert it first")
         usage = self._state.usage
         amounts = dict(usage.detail or {})
+        if len(amounts.keys() | detail.keys()) > _MOST_NAMES:
+            raise InvalidCommand("usage", f"must have at most {_MOST_NAMES} names", "add up what belongs together")
         for name, amount in detail.items():
             amounts[name] = amounts.get(name, 0) + amount
         self._state.usage = Usage(cost=(usage.cost or 0) + cost, detail=amounts or None)
 
     async def event(self, name: str, detail: Mapping[str, object] | None = None) -> int:
         """Append ``workflow.<name>`` to the run's story, and so to its topic; its sequence. Raises ``LeaseLost``."""
+        self._refuse_after_completion()
         encoded("detail", detail or {}, most=_MAX_EVENT_BYTES)
         return await self._writer.append_event(self._state.claim, f"workflow.{name}", detail or {})
 
@@ -185,8 +195,9 @@ class RunContext:
             await self._writer.complete(completion, trusted_until=self._state.trusted_until)
             self._state.completed = True
         else:
+            self._state.completing = True  # before the statement, which takes the row that a renewal would ask for
             await self._writer.complete_within(self._transaction, completion)
-            self._completing = True
+            self._fenced = True
 
     @asynccontextmanager
     async def transaction(self) -> "AsyncIterator[asyncpg.Connection]":
@@ -195,16 +206,24 @@ class RunContext:
         The fence is the last statement: ``complete``, or a check that the lease still holds. Keep it short: it is no place
         for calls to anything outside the database.
         """
-        self._completing = False
-        async with self._writer.transaction() as connection:
-            self._transaction = connection
-            try:
+        if self._in_transaction:
+            raise TransactionRequired("this attempt is in a transaction already; use its connection, or end it first")
+        self._in_transaction = True
+        try:
+            async with self._writer.transaction() as connection:
+                self._transaction = connection
                 yield connection
-                if not self._completing:
+                if not self._fenced:
                     await self._writer.guard_within(connection, self._state.claim)
-            finally:
-                self._transaction = None
-        self._state.completed = self._completing
+            self._state.completed = self._fenced
+        finally:
+            self._transaction, self._in_transaction = None, False
+            self._fenced = self._state.completing = False
+
+    def _refuse_after_completion(self) -> None:
+        """The open transaction holds the job's row from the completion on: another connection would wait for it in vain."""
+        if self._state.completing:
+            raise TransactionRequired("the run is completed in this transaction, as its last statement; do this before")
 
 
 def encoded(field: str, value: object, *, most: int) -> bytes:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from fencepost.console import print_json, seconds
 __all__ = ["SHOWN", "Finding", "report", "scope", "violations"]
 
 # Rows that a look prints at most.
-SHOWN = 20
+SHOWN: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True)

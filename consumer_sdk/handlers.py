@@ -80,6 +80,8 @@ class Handlers:
             raise ConfigurationError(f"workflow {workflow}: has a handler already; register each workflow once")
         if model is not None and not isinstance(model, InputModel):
             raise ConfigurationError(f"workflow {workflow}: model must be a pydantic model class, or None for plain JSON")
+        if not isinstance(retry, Retry | None):
+            raise ConfigurationError(f"workflow {workflow}: retry must be a consumer_sdk.Retry, or None for the default")
         for name, seconds in (("attempt_seconds", attempt_seconds), ("progress_seconds", progress_seconds)):
             _check_seconds(f"workflow {workflow}: {name}", seconds)
 

@@ -113,7 +113,7 @@ CROSS JOIN LATERAL (SELECT CASE
     WHEN e.run_id IS NULL THEN 'no first event'
     WHEN e.type <> 'run_queued' THEN 'first event is not run_queued'
     WHEN e.created_at <> r.created_at THEN 'event written at another time than the run'
-    WHEN k.apart THEN 'key written by another transaction than the event'
+    WHEN k.apart THEN 'key written or changed by another transaction than the event'
     WHEN r.event_sequence = 1 AND r.version = 1 AND j.lease_generation = 0 AND r.xmin <> e.xmin
         THEN 'run written by another transaction than the event'
 END AS fault) AS f
@@ -255,19 +255,21 @@ FROM (
 ) AS l;
 
 -- name: expired_leases
--- The $1 leases that ran out first, and why a claim does or does not see them.
-SELECT j.run_id, j.tenant_id, j.workflow, j.lease_owner, extract(epoch FROM clock_timestamp() - j.lease_expires_at)::float8 AS expired_seconds,
-       CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'reaper: cancellation was requested'
-            WHEN j.deadline_at <= clock_timestamp() THEN 'reaper: deadline has passed'
-            WHEN j.attempts >= j.max_attempts THEN 'reaper: attempts are spent'
-            ELSE 'any claim or the reaper' END AS waits_for
+-- The $1 leases that ran out first, and what they wait for: any claim, or the reaper because of what.
+SELECT j.run_id, j.tenant_id, j.workflow, j.lease_owner AS owner,
+       extract(epoch FROM clock_timestamp() - j.lease_expires_at)::float8 AS ago_seconds,
+       CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'reaper: cancelled'
+            WHEN j.deadline_at <= clock_timestamp() THEN 'reaper: deadline'
+            WHEN j.attempts >= j.max_attempts THEN 'reaper: attempts'
+            ELSE 'claim' END AS waits_for
 FROM fencepost.jobs AS j
 WHERE j.state = 'leased' AND j.lease_expires_at <= (SELECT clock_timestamp() - interval '1 minute')
 ORDER BY j.lease_expires_at, j.run_id LIMIT $1;
 
 -- name: far_leases
 -- Leases that reach further ahead than anybody means: a wrong unit or time zone wrote them. At most $1.
-SELECT j.run_id, j.tenant_id, j.workflow, j.lease_owner, extract(epoch FROM j.lease_expires_at - clock_timestamp())::float8 AS left_seconds
+SELECT j.run_id, j.tenant_id, j.workflow, j.lease_owner AS owner,
+       extract(epoch FROM j.lease_expires_at - clock_timestamp())::float8 AS left_seconds
 FROM fencepost.jobs AS j
 WHERE j.state = 'leased' AND j.lease_expires_at > (SELECT clock_timestamp() + interval '1 day')
 ORDER BY j.lease_expires_at DESC LIMIT $1;

@@ -98,11 +98,12 @@ class Reaped:
 class Standing:
     """How a job stands whose holder's write changed nothing.
 
-    ``held``: still its own; ``ended_here``: ended under its generation, so by a write of its own that seemed unanswered, or by
-    a cancellation or the reaper.
+    ``held``: still its own, so its row was locked by somebody else at that moment, or a cancellation is in the way.
+    ``left_here``: it left the lease under the holder's generation: by a write of its own that seemed unanswered, or by a
+    cancellation or the reaper. ``state`` is the job's.
     """
 
-    run_state: str
+    state: str
     held: bool
-    ended_here: bool
+    left_here: bool
     cancel_requested: bool

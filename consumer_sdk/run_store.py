@@ -152,14 +152,19 @@ class RunStore:
         return [QueueDepth(workflow=row["workflow"], ready=row["ready"], oldest_seconds=row["oldest_seconds"]) for row in rows]
 
 
-async def complete_within(connection: asyncpg.Connection, worker_id: str, completion: Completion) -> bool:
-    """The same statement in a transaction of the caller's, as its last: whether the run was still held."""
-    return bool(await connection.fetch(_SQL["complete"], *_completions(worker_id, [completion])))
-
-
 async def guard_within(connection: asyncpg.Connection, worker_id: str, key: JobKey) -> bool:
     """Whether the run is still held, as the last statement of a transaction that does not complete it."""
     return bool(await connection.fetch(_SQL["guard"], worker_id, key.run_id, key.tenant_id, key.generation))
+
+
+async def complete_within(connection: asyncpg.Connection, worker_id: str, completion: Completion) -> bool:
+    """The same statement in a transaction of the caller's, as its last: whether the run was still held.
+
+    The guard before it waits for the row, which the statement itself would pass over.
+    """
+    if not await guard_within(connection, worker_id, completion.key):
+        return False
+    return bool(await connection.fetch(_SQL["complete"], *_completions(worker_id, [completion])))
 
 
 def _completions(worker_id: str, completions: Sequence[Completion]) -> Sequence[object]:
@@ -216,8 +221,8 @@ def _standing(row: Any, worker_id: str, generation: int) -> Standing:
         raise InvariantViolated("a job's generation went back")
     same = row["lease_generation"] == generation
     return Standing(
-        run_state=row["run_state"],
-        ended_here=same and row["state"] in {"completed", "dead", "cancelled"},
+        state=row["state"],
+        left_here=same and row["state"] != "leased",
         held=same and row["state"] == "leased" and row["lease_owner"] == worker_id and not row["expired"],
         cancel_requested=row["cancel_requested"],
     )

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 import asyncpg
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -20,23 +20,31 @@ from fencepost.errors import LeaseLost, TransientError
 
 __all__ = ["RunWriter"]
 
-_Result = TypeVar("_Result")
-
 _LEAST_PAUSE_SECONDS: Final = 0.05
 _MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_TRANSACTIONS: Final = 20
+_COMPLETED: Final = Settled(state="completed", reason=None)
 
 
 class RunWriter:
     """The writes of one worker's attempts. Each raises ``LeaseLost`` where the fence refused it."""
 
     def __init__(
-        self, *, store: RunStore, worker_id: str, database_url: str, lease_seconds: float, concurrency: int, metrics: WorkerMetrics
+        self,
+        *,
+        store: RunStore,
+        worker_id: str,
+        database_url: str,
+        lease_seconds: float,
+        concurrency: int,
+        pooler: bool,
+        metrics: WorkerMetrics,
     ) -> None:
         self._store = store
         self._worker_id = worker_id
         self._database_url = database_url
         self._lease_seconds = lease_seconds
+        self._pooler = pooler
         self._transactions = min(concurrency, _MOST_TRANSACTIONS)
         self._metrics = metrics
         self._pool: asyncpg.Pool[asyncpg.Record] | None = None
@@ -47,18 +55,20 @@ class RunWriter:
 
     async def complete(self, completion: Completion, *, trusted_until: float) -> None:
         """End the run as completed."""
-        if not await self._tried("complete", lambda: self._completions.put(completion), trusted_until):
-            await self._raise_unless_completed("complete", completion.key)
+
+        async def write() -> Settled | None:
+            return _COMPLETED if await self._completions.put(completion) else None
+
+        if (await self._settled("complete", completion.key, write, trusted_until)).state != "completed":
+            raise self._refused("complete")
 
     async def fail(self, failure: FailedAttempt, *, trusted_until: float) -> Settled:
         """End the attempt in failure; what became of the job."""
-        settled = await self._tried("fail", lambda: self._failures.put(failure), trusted_until)
-        return settled or await self._settled_already("fail", failure.key)
+        return await self._settled("fail", failure.key, lambda: self._failures.put(failure), trusted_until)
 
     async def release(self, release: Release, *, trusted_until: float) -> Settled:
         """Give the attempt back; what became of the job."""
-        settled = await self._tried("release", lambda: self._releases.put(release), trusted_until)
-        return settled or await self._settled_already("release", release.key)
+        return await self._settled("release", release.key, lambda: self._releases.put(release), trusted_until)
 
     async def standing(self, key: JobKey) -> Standing | None:
         """How a job stands now that a write did not change; None if it is gone."""
@@ -90,6 +100,7 @@ class RunWriter:
         started, checkpoint = lease_clock(), state.checkpoint
         held = await self._store.renew({state.claim.key: checkpoint}, lease_seconds=self._lease_seconds)
         if state.claim.key not in held:
+            await self._settled_already("renew", state.claim.key)
             raise self._refused("renew")
         state.saved_checkpoint = checkpoint
         state.renewed(started)
@@ -104,7 +115,7 @@ class RunWriter:
             async with connection.transaction():
                 yield cast("asyncpg.Connection", connection)
         finally:
-            await pool.release(connection)
+            await pool.release(connection, timeout=self._lease_seconds)
 
     async def close(self) -> None:
         """Close the handlers' connections."""
@@ -119,20 +130,28 @@ class RunWriter:
 
     async def _open_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
         # A transaction left open by a handler that hangs must not outlive the lease: it would hold locks and the horizon.
-        limit = str(int(self._lease_seconds * 1000))
+        limit = {} if self._pooler else {"idle_in_transaction_session_timeout": str(int(self._lease_seconds * 1000))}
         async with translated("transaction", role=ROLE):
             return await asyncpg.create_pool(
                 self._database_url,
                 min_size=0,
                 max_size=self._transactions,
                 timeout=self._lease_seconds,
-                server_settings={"application_name": "fencepost-handler", "idle_in_transaction_session_timeout": limit},
+                command_timeout=self._lease_seconds,  # a silent network must not hold a slot for ever
+                server_settings={"application_name": "fencepost-handler"} | limit,
             )
 
-    async def _tried(self, statement: str, write: Callable[[], Awaitable[_Result]], trusted_until: float) -> _Result:
-        """Try again while the database is away, for as long as the lease may be trusted: after that it may be another's."""
+    async def _settled(
+        self, statement: str, key: JobKey, write: Callable[[], Awaitable[Settled | None]], trusted_until: float
+    ) -> Settled:
+        """Write, and again while the database is away or the row is locked: for as long as the lease may be trusted, and no longer,
+        since after that the job may be another's. Raises ``LeaseLost`` where the fence refused."""
+
+        async def once() -> Settled:
+            return await write() or await self._settled_already(statement, key)
+
         with contextlib.suppress(TransientError):
-            return await write()
+            return await once()
 
         def over(_: RetryCallState) -> bool:
             self._metrics.database_error(statement)
@@ -144,19 +163,16 @@ class RunWriter:
             stop=over,
             reraise=True,
         )
-        return await retrying(_awaited, write)
-
-    async def _raise_unless_completed(self, statement: str, key: JobKey) -> None:
-        """A write that was thought unanswered may have been done: then its repetition changes nothing, and all is well."""
-        standing = await self._store.standing(key)
-        if standing is None or not (standing.ended_here and standing.run_state == "completed"):
-            raise self._refused(statement)
+        return await retrying(once)
 
     async def _settled_already(self, statement: str, key: JobKey) -> Settled:
+        """A write that was thought unanswered may have been done: then its repetition changes nothing, and all is well."""
         standing = await self._store.standing(key)
-        if standing is None or not standing.ended_here:
-            raise self._refused(statement)
-        return Settled(state={"failed": "dead"}.get(standing.run_state, standing.run_state), reason=None)
+        if standing is not None and standing.left_here:
+            return Settled(state=standing.state, reason=None)
+        if standing is not None and standing.held and not (statement == "complete" and standing.cancel_requested):
+            raise TransientError(f"{statement}: the job's row is locked by another transaction")
+        raise self._refused(statement)
 
     def _refused(self, statement: str) -> LeaseLost:
         self._metrics.stale_refused(statement)
@@ -179,8 +195,3 @@ class RunWriter:
         settled = await self._store.release(releases)
         self._metrics.statement("release", lease_clock() - started)
         return [settled.get(release.key) for release in releases]
-
-
-async def _awaited(write: Callable[[], Awaitable[_Result]]) -> _Result:
-    """tenacity awaits coroutine functions only."""
-    return await write()

@@ -1,10 +1,12 @@
 -- What a worker does to jobs. One transition, one statement, on arrays: a batch costs one round trip and one commit.
 --
 -- Every write under a lease names run, tenant, owner and generation and asks for a lease that has not run out. What comes
--- back is what was changed; a job that does not come back was lost, and nothing of it was changed.
+-- back is what was changed. Of a job that does not come back nothing was changed: it was lost, or somebody else holds its row
+-- for the moment; `why_lost` tells them apart.
 --
 -- clock_timestamp(), not now(): now() stands still in a transaction and would accept an expired lease. The rows are locked
--- first (`held`, in the order of their keys, so that two batches cannot deadlock) and the lease is judged after that.
+-- first (`held`) and the lease is judged after that. No batch waits for a row: whoever holds one (a cancellation in a
+-- transaction that stays open, say) would hold up all the others' leases and completions.
 
 -- name: claim
 -- Lease up to $2 ready jobs of the workflows $4 to owner $1 for $3. $5: for each workflow the longest that an attempt may
@@ -102,7 +104,7 @@ WITH held AS MATERIALIZED (
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $6::bytea[]) AS h(run_id, tenant_id, generation, checkpoint)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
     WHERE j.state = 'leased' AND j.lease_owner = $1
-    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j
+    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 )
 UPDATE fencepost.jobs AS j
 SET lease_expires_at = clock_timestamp() + $5, lease_renewed_at = clock_timestamp(), checkpoint = coalesce(h.checkpoint, j.checkpoint)
@@ -115,14 +117,15 @@ RETURNING j.run_id, j.tenant_id, j.lease_generation, j.cancel_requested_at IS NO
 -- name: complete
 -- Complete runs $2 of tenants $3 under generations $4 with outputs $5: job, run, terminal event (and so the outbox row) and
 -- attempt together. $6: how long after its claim each attempt started; $7, $8: its cost and usage.
--- A run whose cancellation was requested is not completed.
+-- A run whose cancellation was requested is not completed. In a transaction of the caller's, `guard` comes first and waits for
+-- the row.
 WITH held AS MATERIALIZED (
     SELECT j.run_id, j.tenant_id, h.generation, h.output, h.started_after, h.cost, h.usage
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::bytea[], $6::interval[], $7::numeric[], $8::text[])
         AS h(run_id, tenant_id, generation, output, started_after, cost, usage)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
     WHERE j.state = 'leased' AND j.lease_owner = $1
-    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j
+    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 ),
 finished AS (
     UPDATE fencepost.jobs AS j
@@ -172,7 +175,7 @@ WITH held AS MATERIALIZED (
         AS h(held_run, held_tenant, generation, delay, reason, error_class, error_code, checkpoint, started_after, cost, usage)
     JOIN fencepost.jobs AS j ON j.run_id = h.held_run AND j.tenant_id = h.held_tenant AND j.lease_generation = h.generation
     WHERE j.state = 'leased' AND j.lease_owner = $1
-    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j
+    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 ),
 finished AS (
     UPDATE fencepost.jobs AS j
@@ -185,8 +188,6 @@ finished AS (
     FROM held AS h
     WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
       AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
-      -- A cancellation that came while the row was waited for was not seen by `ending`; the caller asks again.
-      AND (j.cancel_requested_at IS NOT NULL) = (h.ending IS NOT DISTINCT FROM 'cancelled')
     RETURNING j.run_id, j.tenant_id, j.lease_generation, j.state, j.attempts, j.lease_renewed_at, h.ending, h.delay, h.error_class,
               h.error_code, h.started_after, h.cost, h.usage
 ),
@@ -225,7 +226,7 @@ WITH held AS MATERIALIZED (
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::bytea[], $6::interval[]) AS h(run_id, tenant_id, generation, checkpoint, started_after)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
     WHERE j.state = 'leased' AND j.lease_owner = $1
-    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j
+    ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 ),
 released AS (
     UPDATE fencepost.jobs AS j
@@ -336,7 +337,7 @@ WITH held AS MATERIALIZED (
 SELECT 1 FROM held AS h WHERE h.lease_expires_at > clock_timestamp() AND h.cancel_requested_at IS NULL;
 
 -- name: why_lost
--- What became of run $1 of tenant $2: what a holder is told whose write changed nothing.
+-- How the job of run $1 of tenant $2 stands: what a holder is told whose write changed nothing.
 SELECT j.state, j.lease_generation, j.lease_owner, j.lease_expires_at <= clock_timestamp() AS expired,
        j.cancel_requested_at IS NOT NULL AS cancel_requested, r.state AS run_state
 FROM fencepost.jobs AS j JOIN fencepost.runs AS r ON r.run_id = j.run_id AND r.tenant_id = j.tenant_id

@@ -9,7 +9,7 @@ from typing import Any, Final
 from consumer_sdk.finding import SHOWN, Finding, violations
 from fencepost.console import Inspector, seconds
 
-__all__ = ["reap_all", "stuck_leases"]
+__all__ = ["clock_finding", "reap_all", "stuck_leases"]
 
 _COUNTED_MOST: Final = 100_000
 _READY_MOST: Final = 10_000
@@ -26,7 +26,7 @@ _BATCHES_MOST: Final = 1_000
 async def stuck_leases(inspector: Inspector) -> list[Finding]:
     """The findings, from the clock to the vacuum."""
     return [
-        _clock((await inspector.rows("clock"))[0]["at"]),
+        clock_finding((await inspector.rows("clock"))[0]["at"], datetime.now(UTC)),
         _expiry((await inspector.rows("lease_expiry", _COUNTED_MOST))[0]),
         _expired(await inspector.rows("expired_leases", SHOWN)),
         violations(
@@ -50,8 +50,9 @@ async def stuck_leases(inspector: Inspector) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _clock(database: datetime) -> Finding:
-    apart = abs((datetime.now(UTC) - database).total_seconds())
+def clock_finding(database: datetime, here: datetime) -> Finding:
+    """How far the two clocks are apart."""
+    apart = abs((here - database).total_seconds())
     says = (
         f"the database says {database:%Y-%m-%d %H:%M:%S} UTC, {seconds(apart)} from this machine; leases know only the database's"
     )

@@ -37,8 +37,12 @@ _WATCH_SECONDS: Final = 0.1
 _MEASURE_SECONDS: Final = 5.0
 _DEPTH_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 500
+_MOST_HEARD_OF: Final = 1_000
 _LOOP_STALLED_SECONDS: Final = 30.0
+# Past its deadline the database renews an attempt no more, and a lost lease cannot be renewed.
+_NOT_RENEWED: Final = frozenset({StopReason.LEASE_LOST, StopReason.ATTEMPT_DEADLINE})
 _START_PAUSE_SECONDS: Final = 1.0
+_MOST_STATEMENT_SECONDS: Final = 10.0
 _FAULT_PAUSE_SECONDS: Final = 0.2
 _REAP_MOST: Final = 100
 _EXPIRE_MOST: Final = 1_000
@@ -77,6 +81,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_tenants: dict[str, str] = {}
         self._stopping = asyncio.Event()
+        self._heard_of: dict[UUID, float] = {}
         self._rung = asyncio.Event()
         self._freed = asyncio.Event()
         self._renew_now = asyncio.Event()
@@ -85,6 +90,7 @@ class Worker:
         self._ticked_at = self._database_seen_at = lease_clock()
         self._problems: list[str] = ["starting"]
         self.http_port: int | None = None
+        self.left_behind = 0
 
     def stop(self) -> None:
         """Ask for the graceful stop. Safe to call more than once."""
@@ -118,20 +124,27 @@ class Worker:
         while not self._stopping.is_set():
             self._ticked_at = lease_clock()
             try:
-                store = await RunStore.open(
-                    self._settings.database_url.get_secret_value(),
-                    worker_id=self.worker_id,
-                    timeout_seconds=self._settings.worker_lease_seconds / 3,
-                    pooler=self._settings.worker_wakeup == "poll",
-                )
-                await store.next_ready(sorted(self._handlers))  # a missing schema or right is told now
-                return store
+                return await self._opened_store()
             except TransientError as error:
                 self._problems = ["database: no answer"]
                 remedy = "see FENCEPOST_DATABASE_URL; the worker goes on once the database answers"
                 _log.warning("database_unreachable", error=str(error), retry_seconds=_START_PAUSE_SECONDS, remedy=remedy)
                 await self._pause(_START_PAUSE_SECONDS)
         return None
+
+    async def _opened_store(self) -> RunStore:
+        store = await RunStore.open(
+            self._settings.database_url.get_secret_value(),
+            worker_id=self.worker_id,
+            timeout_seconds=min(self._settings.worker_lease_seconds / 3, _MOST_STATEMENT_SECONDS),
+            pooler=self._settings.worker_wakeup == "poll",
+        )
+        try:
+            await store.next_ready(sorted(self._handlers))  # a missing schema or right is told now
+        except BaseException:
+            await store.close()
+            raise
+        return store
 
     async def _run_parts(self, store: RunStore) -> None:
         settings = self._settings
@@ -141,6 +154,7 @@ class Worker:
             database_url=settings.database_url.get_secret_value(),
             lease_seconds=settings.worker_lease_seconds,
             concurrency=settings.worker_concurrency,
+            pooler=settings.worker_wakeup == "poll",
             metrics=self._metrics,
         )
         bell: WorkerBell | None = None
@@ -191,7 +205,7 @@ class Worker:
                 for claim in claims:
                     self._start(claim, claimed_at, writer)
                 if not claims and not (bell is not None and await bell.armed_anew()):
-                    await self._idle(store)
+                    await self._idle(store, bell)
             except TransientError as error:
                 self._metrics.database_error("claim")
                 _log.warning("claim_failed", error=str(error))
@@ -215,6 +229,7 @@ class Worker:
 
     def _start(self, claim: Claim, claimed_at: float, writer: RunWriter) -> None:
         state = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds)
+        self._ask_if_cancelled(state, asked_at=claimed_at)
         attempt = Attempt(state, handler=self._handlers[claim.workflow], writer=writer, metrics=self._metrics)
         self._attempts[claim.key] = attempt
         task = asyncio.create_task(attempt.run())
@@ -229,12 +244,14 @@ class Worker:
             self._fault = self._fault or error
             self._faulted.set()
 
-    async def _idle(self, store: RunStore) -> None:
+    async def _idle(self, store: RunStore, bell: WorkerBell | None) -> None:
         """Until somebody rings, the next job is due, or the poll interval is over."""
         longest = _jittered(self._settings.worker_poll_interval_ms / 1000)
         due = await store.next_ready(sorted(self._handlers))
         # A job that is due and was not claimed is locked by another worker's claim, or past its deadline.
         wait = longest if not due else min(longest, due)
+        if bell is not None and bell.listening:
+            wait = min(wait, bell.rearm_in())
         try:
             async with asyncio.timeout(wait):
                 await self._rung.wait()
@@ -258,8 +275,9 @@ class Worker:
                 await self._renew(store, due[place : place + _MOST_AT_ONCE])
 
     def _may_renew(self, attempt: Attempt) -> bool:
-        """A handler that does not end after it was stopped is not kept alive for ever: its lease runs out."""
-        if attempt.reason is StopReason.LEASE_LOST:
+        """A handler that does not end after it was stopped is not kept alive for ever: its lease runs out. A completion that a
+        handler's open transaction holds is not asked about: its row's lock is its fence."""
+        if attempt.state.completing or attempt.state.completed or attempt.reason in _NOT_RENEWED:
             return False
         grace = self._settings.worker_cancel_grace_seconds
         return attempt.reason is None or lease_clock() - attempt.stopped_at <= grace
@@ -276,27 +294,46 @@ class Worker:
         self._database_seen_at = lease_clock()
         self._metrics.statement("renew", self._database_seen_at - asked_at)
         for attempt in attempts:
-            self._renewed(attempt, held, checkpoints[attempt.state.claim.key], asked_at)
+            if attempt.state.claim.key in held:
+                self._renewed(attempt, held, checkpoints[attempt.state.claim.key], asked_at)
+            else:
+                await self._not_renewed(store, attempt)
+
+    async def _not_renewed(self, store: RunStore, attempt: Attempt) -> None:
+        """Lost, or somebody else has its row locked just now; then the next round tries again, until the lease is not trusted."""
+        key = attempt.state.claim.key
+        with contextlib.suppress(TransientError):
+            standing = await store.standing(key)
+            deadline = attempt.state.deadline
+            if key not in self._attempts:
+                return
+            if deadline is not None and lease_clock() >= deadline:
+                attempt.stop(StopReason.ATTEMPT_DEADLINE)
+            elif standing is None or not standing.held:
+                attempt.stop(StopReason.LEASE_LOST)
 
     def _renewed(self, attempt: Attempt, held: Mapping[JobKey, bool], checkpoint: bytes | None, asked_at: float) -> None:
         key = attempt.state.claim.key
-        if key not in self._attempts:
-            return  # it ended meanwhile, and its lease with it
-        if key not in held:
-            attempt.stop(StopReason.LEASE_LOST)
-            return
         attempt.state.renewed(asked_at)
+        self._ask_if_cancelled(attempt.state, asked_at=asked_at)
         if checkpoint is not None:
             attempt.state.saved_checkpoint = checkpoint
         if held[key]:
             attempt.stop(StopReason.CANCEL_REQUESTED)
 
     def _look_at(self, run_id: UUID) -> None:
-        """A run was cancelled, it is said: if it is ours, ask the database now."""
+        """A run was cancelled, it is said: if it is ours, or about to be, ask the database now."""
+        self._heard_of[run_id] = lease_clock()
+        if len(self._heard_of) > _MOST_HEARD_OF:
+            del self._heard_of[next(iter(self._heard_of))]
         for attempt in self._attempts.values():
-            if attempt.state.claim.key.run_id == run_id:
-                attempt.state.renewed_at = 0.0
-                self._renew_now.set()
+            self._ask_if_cancelled(attempt.state, asked_at=attempt.state.renewed_at)
+
+    def _ask_if_cancelled(self, state: AttemptState, *, asked_at: float) -> None:
+        """Renew again at once if a cancellation was heard of since the last answer was asked for."""
+        if self._heard_of.get(state.claim.key.run_id, 0.0) >= asked_at:
+            state.renewed_at = 0.0
+            self._renew_now.set()
 
     async def _watch(self) -> None:
         """Ten times a second: what the clock decides."""
@@ -304,6 +341,8 @@ class Worker:
             self._ticked_at = now = lease_clock()
             for attempt in self._attempts.values():
                 deadline = attempt.state.deadline
+                if attempt.state.completed:
+                    continue
                 if now >= attempt.state.trusted_until:
                     attempt.stop(StopReason.LEASE_LOST)
                 elif deadline is not None and now >= deadline:
@@ -355,6 +394,7 @@ class Worker:
             for attempt in list(self._attempts.values()):
                 attempt.stop(StopReason.STOPPING)
             if not await self._without_attempts(reserve):
+                self.left_behind = len(self._tasks)
                 runs = [str(key.run_id) for key in self._attempts]
                 _log.error("handlers_did_not_end", run_ids=runs[:20], consequence="their leases run out and others recover them")
 

@@ -98,10 +98,14 @@ class WorkerBell:
     def listening(self) -> bool:
         return self._connection is not None and not self._connection.is_closed()
 
+    def rearm_in(self) -> float:
+        """Seconds until the flag wants to be renewed."""
+        return max(self._armed_until - _ARMED_SECONDS / 2 - lease_clock(), 0.0)
+
     async def armed_anew(self) -> bool:
         """Have this worker rung from now on. True when that was not so before: look once more, what was ready did not ring."""
         now = lease_clock()
-        if not self.listening or self._armed_until - now > _ARMED_SECONDS / 2:
+        if not self.listening or self.rearm_in() > 0:
             return False
         fresh = self._armed_until <= now
         await self._arm(int(_ARMED_SECONDS * 1000))

@@ -2,10 +2,13 @@
 
 import asyncio
 import importlib
+import os
 import signal
 import sys
-from typing import Annotated
+import threading
+from typing import Annotated, Any
 
+import structlog
 import typer
 
 from consumer_sdk.handlers import Handlers
@@ -16,6 +19,8 @@ from fencepost.logs import configure_logs
 from fencepost.loops import fastest_loop
 
 __all__ = ["load_handlers", "worker"]
+
+_log = structlog.get_logger(__name__)
 
 worker = typer.Typer(help="The worker: executes runs.", no_args_is_help=True)
 
@@ -38,10 +43,22 @@ def load_handlers(place: str) -> Handlers:
         raise ConfigurationError(
             f"HANDLERS: there is no module {error.name}; start where it can be imported, or install it"
         ) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError("HANDLERS must name a module by its full name, for example orders.work:handlers") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Handlers):
         raise ConfigurationError(f"HANDLERS: {module_name} has no consumer_sdk.Handlers named {attribute}")
     return found
+
+
+def _threads_of_handlers() -> bool:
+    return any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate())
+
+
+def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A task of a handler's own that failed, say. Its class only: the message may quote what must not be logged."""
+    error = context.get("exception")
+    _log.error("loop_error", message=context.get("message"), error_class=type(error).__name__ if error else None)
 
 
 @worker.command("run")
@@ -69,11 +86,16 @@ def run(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, running.stop)
+        loop.set_exception_handler(_log_loop_error)
         await running.run()
         # Stopped in order: a second signal must not turn exit code 0 into a kill while the interpreter ends.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+        if running.left_behind or _threads_of_handlers():
+            # The interpreter would wait for them without a bound. Their leases run out, and others recover their runs.
+            sys.stderr.flush()
+            os._exit(0)
 
     with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         runner.run(main())

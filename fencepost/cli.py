@@ -1,6 +1,7 @@
 """The root of the command line. Packages add their commands through the entry-point group ``fencepost.commands``.
 
-Exit codes: 0 done; 1 the answer is no (a check failed, an event is unknown); 2 wrong usage or set-up.
+Exit codes: 0 done; 1 the answer is no (a check failed, an event is unknown), or a service ended on a fault that a restart may
+mend; 2 wrong usage or set-up.
 """
 
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from fencepost import __version__
-from fencepost.errors import FencepostError
+from fencepost.errors import FencepostError, InvariantViolated
 
 __all__ = ["app", "main"]
 
@@ -71,9 +72,9 @@ def _explain_missing(root: typer.Typer, command: str, reason: str) -> None:
 
 
 def main() -> None:
-    """The console script: errors of Fencepost's own are one line and exit code 2, never a traceback."""
+    """The console script: errors of Fencepost's own are one line and an exit code, never a traceback."""
     try:
         app()()
     except FencepostError as error:
         typer.echo(f"fencepost: {error}", err=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, InvariantViolated) else 2)

@@ -10,7 +10,7 @@ from uuid_utils.compat import uuid7
 
 from fencepost.canonical_json import parse_json
 from fencepost.errors import InvalidCommand, InvalidJson
-from producer_sdk.command_rules import check_command, check_request, cost, input_json
+from producer_sdk.command_rules import check_command, check_request, cost
 from producer_sdk.identity import request_of
 from producer_sdk.tracing import current_trace
 
@@ -93,8 +93,7 @@ class Command:
                 "traceparent": current_trace()[0] if traceparent is None else traceparent,
             },
         )
-        check_command(self)
-        stored = input_json(input)
+        stored = check_command(self, input)
         _set(self, {"input": stored, "request": _bound(stored if isinstance(input, bytes) else input, request)})
 
 

