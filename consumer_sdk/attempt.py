@@ -66,10 +66,23 @@ class Attempt:
         if state.completed:
             self._ended("completed")
             return
+        if isinstance(ended, Raised) and isinstance(ended.error, LeaseLost):
+            await self._learn_why()
         action, failure = decide(state, ended, self.reason, retry=self._handler.retry, random=random.random)
         if failure is not None:
             self._note(failure)
         await self._write(action)
+
+    async def _learn_why(self) -> None:
+        """A write within the handler was refused: the lease is lost, or the run is to be cancelled."""
+        try:
+            standing = await self._writer.standing(self.state.claim.key)
+        except TransientError:
+            standing = None
+        if standing is None or not standing.held:
+            self.stop(StopReason.LEASE_LOST)
+        elif standing.cancel_requested:
+            self.stop(StopReason.CANCEL_REQUESTED)
 
     async def _handled(self) -> Ended:
         try:

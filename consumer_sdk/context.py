@@ -127,7 +127,7 @@ class RunContext:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the run's cancellation was requested. The handler is cancelled as well, unless it asked for none."""
+        """Whether the run's cancellation was requested. The handler is cancelled as well."""
         return self._state.cancelled.is_set()
 
     @property

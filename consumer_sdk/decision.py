@@ -9,7 +9,7 @@ from consumer_sdk.classification import Failure, classify
 from consumer_sdk.context import MAX_OUTPUT_BYTES, AttemptState, encoded
 from consumer_sdk.jobs import Completion, FailedAttempt, Release
 from consumer_sdk.retry import Retry
-from fencepost.errors import InvalidCommand, LeaseLost
+from fencepost.errors import InvalidCommand
 
 __all__ = ["Action", "Drop", "Ended", "Raised", "Returned", "StopReason", "WasCancelled", "decide"]
 
@@ -70,7 +70,7 @@ def decide(
     takes that away, and the fence decides in the end. One that the worker stopped for its own sake has not failed, whatever it
     raised on the way out.
     """
-    if reason is StopReason.LEASE_LOST or (isinstance(ended, Raised) and isinstance(ended.error, LeaseLost)):
+    if reason is StopReason.LEASE_LOST:
         return Drop(), None
     if reason is StopReason.CANCEL_REQUESTED:
         return _failed(state, _CANCELLED, retry, random), _CANCELLED

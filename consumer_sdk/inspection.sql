@@ -261,7 +261,7 @@ SELECT j.run_id, j.tenant_id, j.workflow, j.lease_owner AS owner,
        CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'reaper: cancelled'
             WHEN j.deadline_at <= clock_timestamp() THEN 'reaper: deadline'
             WHEN j.attempts >= j.max_attempts THEN 'reaper: attempts'
-            ELSE 'claim' END AS waits_for
+            ELSE 'claim' END AS left_to
 FROM fencepost.jobs AS j
 WHERE j.state = 'leased' AND j.lease_expires_at <= (SELECT clock_timestamp() - interval '1 minute')
 ORDER BY j.lease_expires_at, j.run_id LIMIT $1;

@@ -104,6 +104,8 @@ class RunWriter:
             raise self._refused("renew")
         state.saved_checkpoint = checkpoint
         state.renewed(started)
+        if held[state.claim.key]:
+            state.renewed_at = 0.0  # to be cancelled: the next round of renewals asks, and stops the handler
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[asyncpg.Connection]:

@@ -19,8 +19,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], *, whol
     """Print rows; cells of the first ``whole`` columns are never broken, so that they can be copied."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        longest_word = max((len(word) for word in column.split()), default=1)
-        table.add_column(column, no_wrap=number < whole, overflow="fold", min_width=longest_word)
+        table.add_column(column, no_wrap=number < whole, overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
     Console(highlight=False).print(table)

@@ -49,6 +49,7 @@ _EXPIRE_MOST: Final = 1_000
 # What is left of the grace when attempts are given back: time for the handlers to end and for the statement.
 _GIVE_BACK_FRACTION: Final = 0.25
 _GIVE_BACK_MOST_SECONDS: Final = 5.0
+_END_SECONDS: Final = 1.0
 
 
 def last_of_round(tenants: Set[str], *, after: str) -> str:
@@ -174,10 +175,8 @@ class Worker:
             await asyncio.wait([*loops, claiming, *ends], return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
-            # A claim on its way is waited for: cancelled, it would leave leases that nobody knows of.
-            await asyncio.wait([claiming], timeout=settings.worker_lease_seconds / 3)
             if self._stopping.is_set() and not self._faulted.is_set():
-                await self._finish()
+                await self._finish(claiming)
         finally:
             await self._end([*loops, claiming])
             await writer.close()
@@ -383,30 +382,35 @@ class Worker:
 
     # Stopping
 
-    async def _finish(self) -> None:
+    async def _finish(self, claiming: asyncio.Task[None]) -> None:
         """Let attempts end by themselves within the grace, then stop them: what they leave is given back, without a failure."""
         grace = self._settings.worker_stop_grace_seconds
+        ends_at = lease_clock() + grace
         reserve = min(grace * _GIVE_BACK_FRACTION, _GIVE_BACK_MOST_SECONDS)
         _log.info("worker_stopping", attempts=len(self._attempts), grace_seconds=grace)
         for attempt in self._attempts.values():
             attempt.state.stopping.set()
-        if not await self._without_attempts(grace - reserve):
+        # A claim on its way is waited for: cancelled, it would leave leases that nobody knows of.
+        await asyncio.wait([claiming], timeout=min(grace - reserve, _MOST_STATEMENT_SECONDS))
+        for attempt in self._attempts.values():
+            attempt.state.stopping.set()
+        if not await self._without_attempts(ends_at - reserve - lease_clock()):
             for attempt in list(self._attempts.values()):
                 attempt.stop(StopReason.STOPPING)
-            if not await self._without_attempts(reserve):
+            if not await self._without_attempts(ends_at - lease_clock()):
                 self.left_behind = len(self._tasks)
                 runs = [str(key.run_id) for key in self._attempts]
                 _log.error("handlers_did_not_end", run_ids=runs[:20], consequence="their leases run out and others recover them")
 
     async def _without_attempts(self, seconds: float) -> bool:
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
+            await asyncio.wait(self._tasks, timeout=max(seconds, 0.0))
         return not self._tasks
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in [*tasks, *self._tasks]:
             task.cancel()
-        await asyncio.wait([*tasks, *self._tasks], timeout=_GIVE_BACK_MOST_SECONDS)
+        await asyncio.wait([*tasks, *self._tasks], timeout=_END_SECONDS)
 
     def _raise_fault(self, loops: Sequence[asyncio.Task[None]]) -> None:
         fault = self._fault

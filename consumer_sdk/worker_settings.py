@@ -46,7 +46,8 @@ class WorkerSettings(BaseSettings):
         10,
         ge=0,
         le=600,
-        description="How long a handler may clean up after it was cancelled; its lease is renewed meanwhile. Defaults to 10.",
+        description="How long a handler may clean up after it was cancelled; its lease is renewed meanwhile, except past the "
+        "attempt's deadline, where what is left of the lease must do. Defaults to 10.",
     )
     worker_wakeup: Literal["listen", "poll"] = Field(
         "listen", description="listen: whoever makes a job ready rings an idle worker; poll: no LISTEN. Defaults to listen."

@@ -350,12 +350,14 @@ async def sqlalchemy_acceptance(url: str, driver: str) -> AsyncIterator[Callable
 async def test_a_duplicate_that_waits_leaves_the_event_loop_to_others(library: str, database_url: str, key: str) -> None:
     """KEY-14. The first transaction ends on the same event loop."""
     opened = psycopg_acceptance(database_url) if library == "psycopg" else sqlalchemy_acceptance(database_url, library.split()[-1])
-    first = await asyncpg.connect(database_url)
-    waiting = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE state = 'idle in transaction' AND pid <> pg_backend_pid() AND datname = current_database())"
+    first, monitor = await asyncpg.connect(database_url), await asyncpg.connect(database_url)
+    waiting = """SELECT EXISTS (SELECT FROM pg_stat_activity WHERE state = 'idle in transaction' AND pid <> $1
+                                AND datname = current_database() AND query LIKE '%fencepost:accept%')"""
     async with opened as accepting:
         async with asyncio.timeout(30), first.transaction():
             original = await producer_sdk.asyncpg.accept(first, command(), SCOPE, key, secrets=SECRETS)
             second = asyncio.create_task(accepting(command(), SCOPE, key, secrets=SECRETS, wait_seconds=30))
-            await eventually(lambda: first.fetchval(waiting), message="the second has tried")
+            await eventually(lambda: monitor.fetchval(waiting, first.get_server_pid()), message="the second has tried")
         assert await second == Accepted("replayed", original.run_id, "queued")
     await first.close()
+    await monitor.close()

@@ -329,7 +329,7 @@ async def test_an_attempt_past_its_own_deadline_is_found(runs: Runs, command: Co
 
 
 @pytest.mark.parametrize(
-    ("by_hand", "waits_for"),
+    ("by_hand", "left_to"),
     [
         ("attempts = max_attempts, lease_generation = 9", "reaper: attempts"),
         ("cancel_requested_at = clock_timestamp()", "reaper: cancelled"),
@@ -337,13 +337,13 @@ async def test_an_attempt_past_its_own_deadline_is_found(runs: Runs, command: Co
         ("deadline_at = NULL", "claim"),
     ],
 )
-async def test_an_expired_lease_is_shown_with_who_could_take_it(by_hand: str, waits_for: str, runs: Runs, command: Command) -> None:
+async def test_an_expired_lease_is_shown_with_who_could_take_it(by_hand: str, left_to: str, runs: Runs, command: Command) -> None:
     run = await runs.accept()
     await runs.claim_one()
     await runs.expire_lease(run, by=timedelta(minutes=20))
     await runs.connection.execute(f"UPDATE fencepost.jobs SET {by_hand}")
     findings = await verdicts(command, *STUCK, code=1)
-    assert findings["expired leases"]["rows"][0]["waits_for"] == waits_for
+    assert findings["expired leases"]["rows"][0]["left_to"] == left_to
     (counts,) = findings["lease expiry"]["rows"]
     assert (counts["expired_1_min"], counts["expired_10_min"], counts["expired_1_h"]) == (1, 1, 0)
 

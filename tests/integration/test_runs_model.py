@@ -1,278 +1,245 @@
 """Runs against their contract: whatever is called in whatever order, the database answers as the model does.
 
-Three parts, all on a real PostgreSQL: a state machine that Hypothesis drives, one call after another, with handles that are
-kept for ever; broken statements that the machine must catch; and workers that call at once.
+Three parts, all on a real PostgreSQL: a machine of calls that Hypothesis makes up and minimises, with handles that are kept
+for ever; broken statements, each of which the machine must catch; and workers that call at once.
 """
 
 import asyncio
-import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Final, TypeVar
-from uuid import UUID, uuid4
+from typing import Any, Final
 
 import asyncpg
+import psycopg
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, invariant, multiple, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 from uuid_utils.compat import uuid7
 
-import producer_sdk.asyncpg
-from consumer_sdk.jobs import Completion, FailedAttempt, JobKey, Release, Usage
-from consumer_sdk.run_store import ROLE, RunStore, Served
-from fencepost.database import StatementPool
-from fencepost.errors import IdempotencyConflict, InProgress, KeyExpired, RunChanged, RunEnded, RunNotFound
-from fencepost.statements import load_statements
-from producer_sdk import UNKEYED, Command, Scope, Secrets
-from tests.support.run_invariants import WATCH, violations
-from tests.support.runs_model import HOUR, Claimed, Handle, Model, Proposal, Seen
+from producer_sdk import Secrets
+from tests.support.runs_database import STATEMENTS, Calls, prepare
+from tests.support.runs_model import HOUR, Handle, Model, Proposal
 
-STATEMENTS: Final = load_statements("consumer_sdk", "runs.sql")
 TENANTS: Final = ("acme", "zeta")
 WORKERS: Final = ("w1", "w2")
 WORKFLOWS: Final = ("report", "send")
-KEYS: Final = ("k1", "k2")
-ENDED: Final = ("completed", "failed", "cancelled")
-# More runs would meet each other's handles less often.
-MAX_RUNS: Final = 6
-# The phases of a rotation in which each process still knows what another wrote.
+# With more runs, calls would meet less often.
+MAX_RUNS: Final = 5
+# The phases of a rotation in which each process knows what any other wrote.
 PHASES: Final = (
     Secrets({1: b"a" * 32}, write=[1]),
     Secrets({1: b"a" * 32, 2: b"b" * 32}, write=[1]),
     Secrets({1: b"a" * 32, 2: b"b" * 32}, write=[1, 2]),
 )
-EMPTY: Final = """
-DELETE FROM fencepost.idempotency_keys; DELETE FROM fencepost.job_replays; DELETE FROM fencepost.runs; DELETE FROM fencepost.outbox;
-"""
-PASS_TIME: Final = """
-WITH jobs AS (
-    UPDATE fencepost.jobs SET available_at = available_at - $1::interval, deadline_at = deadline_at - $1,
-        lease_expires_at = lease_expires_at - $1, attempt_deadline_at = attempt_deadline_at - $1
-), keys AS (UPDATE fencepost.idempotency_keys SET expires_at = expires_at - $1)
-UPDATE fencepost.runs SET created_at = created_at - $1
-"""
-SEEN: Final = """
-SELECT r.run_id, r.state, r.version, ARRAY(SELECT e.type FROM fencepost.run_events AS e
-           WHERE e.run_id = r.run_id AND e.tenant_id = r.tenant_id ORDER BY e.sequence) AS events,
-       r.error_code, r.output, r.cancel_requested_at IS NOT NULL AS cancel_asked, j.state AS job, j.attempts,
-       j.lease_generation AS generation, j.lease_owner AS owner, ARRAY(SELECT a.outcome FROM fencepost.job_attempts AS a
-           WHERE a.run_id = r.run_id AND a.tenant_id = r.tenant_id ORDER BY a.generation) AS outcomes,
-       j.dead_reason, j.checkpoint, j.cost_used::float8 AS cost,
-       CASE j.state WHEN 'queued' THEN hours_until(j.available_at) END AS ready_in, hours_until(j.lease_expires_at) AS lease_ends_in,
-       hours_until(j.deadline_at) AS deadline_in
-FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)
-"""
-HOURS_UNTIL: Final = """
-CREATE FUNCTION public.hours_until(at timestamptz) RETURNS integer LANGUAGE sql
-AS $$ SELECT round(extract(epoch FROM at - clock_timestamp()) / 3600)::integer $$
-"""
-# Every row of every table, to the last column.
-EVERYTHING: Final = "SELECT " + " || ".join(
-    f"coalesce((SELECT md5(string_agg(t::text, ',' ORDER BY t::text)) FROM fencepost.{table} AS t), '')"
-    for table in ("runs", "run_events", "jobs", "job_attempts", "idempotency_keys", "job_replays", "outbox")
+SETTINGS: Final = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
 )
 
-Result = TypeVar("Result")
 
-
-class Database:
-    """The verbs of the model, done by Fencepost on a real database; each answers as the model's does."""
+class Bench:
+    """The calls of a test on one database, from code that is not asynchronous. One database for all examples of a test."""
 
     def __init__(self, url: str, statements: Mapping[str, str] = STATEMENTS) -> None:
         self._runner = asyncio.Runner()
-        self.run = self._runner.run
-        self.run(self._open(url, statements))
+        self._runner.run(prepare(url))
+        self.calls = self._runner.run(Calls.open(url, workers=WORKERS, statements=statements))
 
-    async def _open(self, url: str, statements: Mapping[str, str]) -> None:
-        settings = {"synchronous_commit": "off", "enable_seqscan": "off", "jit": "off"}
-        self._connection: asyncpg.Connection[Any] = await asyncpg.connect(url, server_settings=settings)
-        await self._connection.execute(WATCH)
-        await self._connection.execute(HOURS_UNTIL)
-        self._pool = await StatementPool.open(
-            url, statements, role=ROLE, size=1, timeout_seconds=60, server_settings=settings
-        )
-        self._stores = {worker: RunStore(self._pool, worker) for worker in WORKERS}
+    def run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(call)
 
     def close(self) -> None:
-        self.run(self._pool.close())
-        self.run(self._connection.close())
+        self.run(self.calls.close())
         self._runner.close()
 
-    async def empty(self) -> None:
-        await self._connection.execute(EMPTY)
 
-    async def accept(
-        self, proposal: Proposal, key: str | None, *, secrets: Secrets, retention: float
-    ) -> tuple[str, UUID | None]:
-        return await accept(self._connection, proposal, key, secrets=secrets, retention=retention)
+workers = st.sampled_from(WORKERS)
+tenants = st.sampled_from(TENANTS)
+leases = st.sampled_from([1 * HOUR, 4 * HOUR])
+checkpoints = st.sampled_from([None, b"c1", b"c2"])
+costs = st.sampled_from([None, 1.0])
 
-    async def cancel(self, tenant_id: str, run_id: UUID, expected_version: int | None) -> tuple[str, str | None, int | None]:
-        return await cancel(self._connection, tenant_id, run_id, expected_version)
 
-    async def replay(self, tenant_id: str, run_id: UUID, new_id: UUID, *, limit: int, retention: float) -> tuple[str, UUID | None]:
-        return await replay(self._connection, tenant_id, run_id, new_id, limit=limit, retention=retention)
+class Machine(RuleBasedStateMachine):
+    """Each rule asks the model and the database, and wants one answer."""
 
-    async def claim(
-        self, worker: str, *, workflows: Sequence[str], limit: int, lease: float, attempt_limit: float | None, last_tenant: str
-    ) -> dict[Handle, Claimed]:
-        served = [Served(workflow=name, attempt_seconds=attempt_limit, last_tenant=last_tenant) for name in workflows]
-        claims = await self._stores[worker].claim(served, limit=limit, lease_seconds=lease)
-        return {
-            handle_of(worker, claim.key): Claimed(claim.attempt, claim.checkpoint, claim.retry_delay_seconds) for claim in claims
+    runs = Bundle("runs")
+    handles = Bundle("handles")
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self.bench = bench
+        self.model = Model()
+        self.bench.run(bench.calls.empty())
+        self.kept: dict[str, list[Handle]] = {worker: [] for worker in WORKERS}
+
+    def both(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        """The answer of both."""
+        self.model.tick()
+        predicted = getattr(self.model, verb)(*arguments, **options)
+        answer = self.bench.run(getattr(self.bench.calls, verb)(*arguments, **options))
+        assert answer == predicted, f"{verb} answered {answer}, not {predicted}"
+        return answer
+
+    def under_lease(self, verb: str, handles: list[Handle], **options: Any) -> None:
+        """A call that names leases: it does nothing at all where none of them is held."""
+        before = self.bench.run(self.bench.calls.everything())
+        if not self.both(verb, handles, **options):
+            assert self.bench.run(self.bench.calls.everything()) == before, f"{verb} changed a row without a lease"
+
+    # Producers.
+
+    @precondition(lambda self: len(self.model.runs) < MAX_RUNS)
+    @rule(
+        target=runs, tenant=tenants, workflow=st.sampled_from(WORKFLOWS), key=st.sampled_from([None, "k1", "k2"]),
+        request=st.sampled_from(["a", "a", "b"]), delay=st.sampled_from([0, 0, 0, 2 * HOUR]), max_attempts=st.integers(1, 3),
+        deadline=st.sampled_from([None, None, 5 * HOUR]), cost_limit=st.sampled_from([None, None, 2]),
+        secrets=st.sampled_from(PHASES), retention=st.sampled_from([24 * HOUR, 2 * HOUR]),
+    )  # fmt: skip
+    def accept(
+        self, tenant: str, workflow: str, key: str | None, request: str, delay: float, max_attempts: int, deadline: float | None,
+        cost_limit: float | None, secrets: Secrets, retention: float,
+    ) -> Any:  # fmt: skip
+        proposal = Proposal(
+            run_id=uuid7(), tenant_id=tenant, workflow=workflow, request=request, delay=delay, max_attempts=max_attempts,
+            deadline=deadline, cost_limit=cost_limit,
+        )  # fmt: skip
+        outcome, run_id = self.both("accept", proposal, key, secrets=secrets, retention=retention)
+        return run_id if outcome == "created" else multiple()
+
+    @rule(run_id=runs, stranger=st.sampled_from([False, False, False, True]), version=st.sampled_from([None, 0, 1]))
+    def cancel(self, run_id: Any, stranger: bool, version: int | None) -> None:
+        """``version``: not said, right, or one too high."""
+        run = self.model.runs[run_id]
+        tenant = "nobody" if stranger else run.tenant_id
+        self.both("cancel", tenant, run_id, None if version is None else run.version + version)
+
+    # Workers.
+
+    @rule(
+        target=handles, worker=workers, workflows=st.sampled_from([WORKFLOWS, WORKFLOWS[:1]]), limit=st.sampled_from([1, 2, 100]),
+        lease=leases, attempt_limit=st.sampled_from([None, None, 3 * HOUR]), last_tenant=st.sampled_from(["", *TENANTS]),
+    )  # fmt: skip
+    def claim(
+        self, worker: str, workflows: tuple[str, ...], limit: int, lease: float, attempt_limit: float | None, last_tenant: str
+    ) -> MultipleResults[Handle]:
+        self.model.tick()
+        terms: dict[str, Any] = {"workflows": workflows, "limit": limit, "lease": lease, "attempt_limit": attempt_limit}
+        answer = self.bench.run(self.bench.calls.claim(worker, last_tenant=last_tenant, **terms))
+        assert answer == self.model.claim(worker, [handle.run_id for handle in answer], **terms)
+        self.kept[worker] += answer
+        return multiple(*answer)
+
+    @rule(handle=handles, lease=leases, checkpoint=checkpoints)
+    def renew(self, handle: Handle, lease: float, checkpoint: bytes | None) -> None:
+        self.under_lease("renew", [handle], lease=lease, checkpoint=checkpoint)
+
+    @rule(handle=handles, cost=costs)
+    def complete(self, handle: Handle, cost: float | None) -> None:
+        self.under_lease("complete", [handle], output=b"{}", cost=cost)
+
+    @rule(handle=handles, delay=st.sampled_from([0, 0, 1 * HOUR, 9 * HOUR]), cost=costs, checkpoint=checkpoints)
+    def fail(self, handle: Handle, delay: float, cost: float | None, checkpoint: bytes | None) -> None:
+        self.under_lease("fail", [handle], delay=delay, reason=None, error_code="e1", cost=cost, checkpoint=checkpoint)
+
+    @rule(handle=handles, reason=st.sampled_from([None, "gave_up"]))
+    def fail_for_good(self, handle: Handle, reason: str | None) -> None:
+        self.under_lease("fail", [handle], delay=None, reason=reason, error_code="e2", cost=None, checkpoint=None)
+
+    @rule(handle=handles, checkpoint=checkpoints)
+    def release(self, handle: Handle, checkpoint: bytes | None) -> None:
+        self.under_lease("release", [handle], checkpoint=checkpoint)
+
+    @rule(handle=handles)
+    def append(self, handle: Handle) -> None:
+        before = self.bench.run(self.bench.calls.everything())
+        if self.both("append", handle, "workflow.step") is None:
+            assert self.bench.run(self.bench.calls.everything()) == before
+
+    @rule(handle=handles)
+    def ask_how_it_stands(self, handle: Handle) -> None:
+        self.both("standing", handle)
+
+    @precondition(lambda self: any(self.kept.values()))
+    @rule(worker=workers, verb=st.sampled_from(["renew", "complete", "fail", "release"]), newest_first=st.booleans())
+    def all_at_once(self, worker: str, verb: str, newest_first: bool) -> None:
+        """Every handle that a worker ever got, in one call: of each job one at most is held."""
+        options: dict[str, dict[str, Any]] = {
+            "renew": {"lease": 1 * HOUR, "checkpoint": b"c3"},
+            "complete": {"output": b"[]", "cost": None},
+            "fail": {"delay": 0, "reason": None, "error_code": "e3", "cost": None, "checkpoint": None},
+            "release": {"checkpoint": None},
         }
+        if self.kept[worker]:
+            self.under_lease(verb, self.kept[worker][:: -1 if newest_first else 1], **options[verb])
 
-    async def renew(self, handles: Sequence[Handle], *, lease: float, checkpoint: bytes | None) -> dict[Handle, bool]:
-        worker, keys = held(handles)
-        answer = await self._stores[worker].renew(dict.fromkeys(keys, checkpoint), lease_seconds=lease)
-        return {handle_of(worker, key): asked for key, asked in answer.items()}
+    # Upkeep, operators, time.
 
-    async def complete(self, handles: Sequence[Handle], *, output: bytes, cost: float | None) -> frozenset[Handle]:
-        worker, keys = held(handles)
-        usage = Usage(cost=cost)
-        completions = [Completion(key=key, output=output, started_after_seconds=0, usage=usage) for key in keys]
-        return frozenset(handle_of(worker, key) for key in await self._stores[worker].complete(completions))
+    @rule()
+    def reap(self) -> None:
+        self.both("reap")
 
-    async def fail(
-        self, handles: Sequence[Handle], *, delay: float | None, reason: str | None, error_code: str, cost: float | None,
-        checkpoint: bytes | None,
-    ) -> dict[Handle, tuple[str, str | None]]:  # fmt: skip
-        worker, keys = held(handles)
-        failures = [
-            FailedAttempt(
-                key=key, delay_seconds=delay, reason=reason, error_class="retryable", error_code=error_code, checkpoint=checkpoint,
-                started_after_seconds=0, usage=Usage(cost=cost),
-            )
-            for key in keys
-        ]  # fmt: skip
-        answer = await self._stores[worker].fail(failures)
-        return {handle_of(worker, key): (settled.state, settled.reason) for key, settled in answer.items()}
+    @rule()
+    def expire_keys(self) -> None:
+        self.both("expire_keys")
 
-    async def release(self, handles: Sequence[Handle], *, checkpoint: bytes | None) -> dict[Handle, str]:
-        worker, keys = held(handles)
-        releases = [Release(key=key, checkpoint=checkpoint, started_after_seconds=0) for key in keys]
-        answer = await self._stores[worker].release(releases)
-        return {handle_of(worker, key): settled.state for key, settled in answer.items()}
+    @precondition(lambda self: any(run.state == "failed" for run in self.model.runs.values()))
+    @rule(target=runs, run_id=runs, limit=st.sampled_from([1, 3]), retention=st.sampled_from([20 * HOUR, 1000 * HOUR]))
+    def replay(self, run_id: Any, limit: int, retention: float) -> Any:
+        tenant = self.model.runs[run_id].tenant_id
+        outcome, new_id = self.both("replay", tenant, run_id, uuid7(), limit=limit, retention=retention)
+        return new_id if outcome == "replayed" else multiple()
 
-    async def append(self, handle: Handle, event_type: str) -> int | None:
-        worker, (key,) = held([handle])
-        return await self._stores[worker].append_event(key, event_type, {"step": 1})
+    @rule(hours=st.sampled_from([2, 4, 30]))
+    def pass_time(self, hours: int) -> None:
+        self.both("pass_time", hours * HOUR)
 
-    async def standing(self, handle: Handle) -> tuple[str, bool, bool, bool]:
-        worker, (key,) = held([handle])
-        found = await self._stores[worker].standing(key)
-        assert found is not None
-        return found.run_state, found.held, found.ended_here, found.cancel_requested
+    @rule(run_id=runs)
+    def expire_lease(self, run_id: Any) -> None:
+        if self.model.runs[run_id].job == "leased":
+            self.both("expire_lease", run_id)
 
-    async def reap(self) -> "Counter[tuple[str, str, str | None]]":
-        reaped = await self._stores[WORKERS[0]].reap(limit=100)
-        return Counter((one.workflow, one.state, one.reason) for one in reaped)
+    # What must hold after every one of them.
 
-    async def expire_keys(self) -> int:
-        return await self._stores[WORKERS[0]].expire_keys(limit=100)
-
-    async def pass_time(self, seconds: float) -> None:
-        await self._connection.execute(PASS_TIME, timedelta(seconds=seconds))
-
-    async def expire_lease(self, run_id: UUID) -> None:
-        await expire_lease(self._connection, run_id)
-
-    async def seen(self) -> dict[UUID, Seen]:
-        rows = [dict(row) for row in await self._connection.fetch(SEEN)]
-        return {UUID(str(row.pop("run_id"))): Seen(**_tuples(row)) for row in rows}
-
-    async def keys(self) -> "Counter[tuple[str, UUID | None]]":
-        """How many rows each tenant has for each run; tombstones name none."""
-        rows = await self._connection.fetch("SELECT tenant_id, run_id FROM fencepost.idempotency_keys")
-        return Counter((row["tenant_id"], row["run_id"] and UUID(str(row["run_id"]))) for row in rows)
-
-    async def everything(self) -> str:
-        return str(await self._connection.fetchval(EVERYTHING))
-
-    async def violations(self) -> list[tuple[str, str]]:
-        return await violations(self._connection)
+    @invariant()
+    def everything_stands_as_the_model_says(self) -> None:
+        assert self.bench.run(self.bench.calls.seen()) == {
+            run_id: run.seen(self.model.now) for run_id, run in self.model.runs.items()
+        }
+        assert self.bench.run(self.bench.calls.key_rows()) == self.model.key_rows()
+        assert self.bench.run(self.bench.calls.violations()) == []
 
 
-async def accept(
-    connection: "asyncpg.Connection[Any]", proposal: Proposal, key: str | None, *, secrets: Secrets, retention: float
-) -> tuple[str, UUID | None]:
-    command = Command(
-        workflow=proposal.workflow, input={"request": proposal.request}, delay_seconds=proposal.delay,
-        max_attempts=proposal.max_attempts, deadline_seconds=proposal.deadline, cost_limit=proposal.cost_limit,
-        run_id=proposal.run_id,
-    )  # fmt: skip
-    scope = Scope(tenant_id=proposal.tenant_id, principal="ana", operation="POST /reports")
-    try:
-        async with connection.transaction():
-            accepted = await producer_sdk.asyncpg.accept(
-                connection, command, scope, key or UNKEYED, secrets=secrets, key_retention_seconds=retention
-            )
-    except IdempotencyConflict:
-        return "conflict", None
-    except KeyExpired:
-        return "expired", None
-    except InProgress:
-        return "in_progress", None
-    return accepted.outcome, accepted.run_id
+def drive(bench: Bench, how: settings) -> None:
+    factory: Any = lambda: Machine(bench)  # noqa: E731 - Hypothesis reads where it is written
+    run_machine(factory, settings=how)
 
 
-async def cancel(
-    connection: "asyncpg.Connection[Any]", tenant_id: str, run_id: UUID, expected_version: int | None
-) -> tuple[str, str | None, int | None]:
-    try:
-        async with connection.transaction():
-            done = await producer_sdk.asyncpg.cancel(
-                connection, run_id, tenant_id=tenant_id, actor="ana", reason="test", expected_version=expected_version
-            )
-    except RunNotFound:
-        return "not_found", None, None
-    except RunEnded as error:
-        return "ended", error.state, None
-    except RunChanged:
-        return "changed", None, None
-    return done.outcome, done.state, done.version
+OpenBench = Callable[..., Bench]
 
 
-async def replay(
-    connection: "asyncpg.Connection[Any]", tenant_id: str, run_id: UUID, new_id: UUID, *, limit: int, retention: float
-) -> tuple[str, UUID | None]:
-    row = await connection.fetchrow(
-        "SELECT outcome, new_run_id FROM fencepost.replay_run($1, $2, $3, 'ana', 'test', $4, $5)",
-        tenant_id, run_id, new_id, limit, timedelta(seconds=retention),
-    )  # fmt: skip
-    assert row is not None
-    return row["outcome"], row["new_run_id"] and UUID(str(row["new_run_id"]))
+@pytest.fixture
+def open_bench(database_url: str) -> Iterator[OpenBench]:
+    """Opens the bench of the test, with the right statements or with others."""
+    opened: list[Bench] = []
+
+    def open_one(statements: Mapping[str, str] = STATEMENTS) -> Bench:
+        opened.append(Bench(database_url, statements))
+        return opened[-1]
+
+    yield open_one
+    for bench in opened:
+        bench.close()
 
 
-async def expire_lease(connection: "asyncpg.Connection[Any]", run_id: UUID) -> None:
-    await connection.execute(
-        "UPDATE fencepost.jobs SET lease_expires_at = clock_timestamp() WHERE run_id = $1 AND state = 'leased'", run_id
-    )
-
-
-def handle_of(worker: str, key: JobKey) -> Handle:
-    return Handle(worker, key.tenant_id, UUID(str(key.run_id)), key.generation)
-
-
-def held(handles: Sequence[Handle]) -> tuple[str, list[JobKey]]:
-    """The one worker of the handles, and their keys."""
-    (worker,) = {handle.worker for handle in handles}
-    return worker, [JobKey(handle.run_id, handle.tenant_id, handle.generation) for handle in handles]
-
-
-def _tuples(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+def test_whatever_is_called_the_runs_stand_as_the_contract_says(open_bench: OpenBench) -> None:
+    """JOB-5, JOB-6, JOB-7, JOB-10, JOB-18, JOB-21, KEY-10, KEY-18, J20 to J40: and a stale handle changes nothing, ever."""
+    bench = open_bench()
+    drive(bench, SETTINGS)

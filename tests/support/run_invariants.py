@@ -22,7 +22,8 @@ _INVARIANTS: Final = {
     "events are 1 to n, the first says queued": """
         SELECT r.run_id FROM fencepost.runs AS r LEFT JOIN fencepost.run_events AS e USING (run_id, tenant_id)
         GROUP BY r.run_id, r.tenant_id
-        HAVING (count(e.sequence), min(e.sequence), max(e.sequence)) IS DISTINCT FROM (r.event_sequence, 1::bigint, r.event_sequence)
+        HAVING (count(e.sequence), min(e.sequence), max(e.sequence))
+                   IS DISTINCT FROM (r.event_sequence, 1::bigint, r.event_sequence)
             OR (array_agg(e.type ORDER BY e.sequence))[1] <> 'run_queued'""",
     "each event is one row of the outbox, in order": """
         SELECT coalesce(e.run_id, o.run_id) FROM
@@ -45,7 +46,7 @@ _INVARIANTS: Final = {
     "leased is owner and expiry": """
         SELECT run_id FROM fencepost.jobs
         WHERE NOT (state = 'leased') = ALL (ARRAY[lease_owner IS NOT NULL, lease_expires_at IS NOT NULL])""",
-    "a completion is the last attempt's": """
+    "a completion is by the last attempt": """
         SELECT r.run_id FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)
         LEFT JOIN fencepost.job_attempts AS a ON a.run_id = r.run_id AND a.tenant_id = r.tenant_id AND a.outcome = 'completed'
         LEFT JOIN fencepost.run_events AS e ON e.run_id = r.run_id AND e.tenant_id = r.tenant_id AND e.type = 'run_completed'
@@ -62,7 +63,8 @@ _ALL: Final = "\nUNION ALL\n".join(
     f"SELECT '{name}' AS broken, run_id::text FROM ({sql}) AS found(run_id)" for name, sql in _INVARIANTS.items()
 )
 
-# What a look at the rows cannot show, because it is about two moments: the statement that does it fails.
+# What a look at the rows cannot show, because it is about two moments: the statement that does it fails. A test may move the
+# time of creation; the terminal event may draw its sequence after the state has changed.
 WATCH: Final = """
 CREATE FUNCTION public.watch_run() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -71,7 +73,7 @@ BEGIN
     ELSIF NEW.state <> OLD.state AND NEW.version <= OLD.version THEN
         RAISE EXCEPTION 'a run changed its state under one version';
     ELSIF OLD.finished_at IS NOT NULL
-        AND (to_jsonb(NEW) - 'created_at') IS DISTINCT FROM (to_jsonb(OLD) - 'created_at') THEN
+        AND to_jsonb(NEW) - '{event_sequence,created_at}'::text[] <> to_jsonb(OLD) - '{event_sequence,created_at}'::text[] THEN
         RAISE EXCEPTION 'an ended run changed';
     END IF;
     RETURN NEW;

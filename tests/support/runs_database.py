@@ -39,8 +39,8 @@ SELECT r.run_id, r.state, r.version, ARRAY(SELECT e.type FROM fencepost.run_even
        j.lease_generation AS generation, j.lease_owner AS owner, ARRAY(SELECT a.outcome FROM fencepost.job_attempts AS a
            WHERE a.run_id = r.run_id AND a.tenant_id = r.tenant_id ORDER BY a.generation) AS outcomes,
        j.dead_reason, j.checkpoint, j.cost_used::float8 AS cost,
-       CASE j.state WHEN 'queued' THEN hours_until(j.available_at) END AS ready_in, hours_until(j.lease_expires_at) AS lease_ends_in,
-       hours_until(j.deadline_at) AS deadline_in
+       CASE j.state WHEN 'queued' THEN hours_until(j.available_at) END AS ready_in,
+       hours_until(j.lease_expires_at) AS lease_ends_in, hours_until(j.deadline_at) AS deadline_in
 FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)
 """
 HOURS_UNTIL: Final = """
@@ -175,7 +175,7 @@ class Calls:
         worker, (key,) = held([handle])
         found = await self._stores[worker].standing(key)
         assert found is not None
-        return found.run_state, found.held, found.ended_here, found.cancel_requested
+        return found.state, found.held, found.left_here, found.cancel_requested
 
     async def reap(self) -> "Counter[tuple[str, str, str | None]]":
         reaped = await self._upkeep.reap(limit=100)
@@ -196,7 +196,7 @@ class Calls:
         rows = [dict(row) for row in await self._connection.fetch(SEEN)]
         return {UUID(str(row.pop("run_id"))): Seen(**_tuples(row)) for row in rows}
 
-    async def keys(self) -> "Counter[tuple[str, UUID | None]]":
+    async def key_rows(self) -> "Counter[tuple[str, UUID | None]]":
         """How many rows each tenant has for each run; tombstones name none."""
         rows = await self._connection.fetch("SELECT tenant_id, run_id FROM fencepost.idempotency_keys")
         return Counter((row["tenant_id"], row["run_id"] and UUID(str(row["run_id"]))) for row in rows)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 from uuid import UUID
 
+from producer_sdk import Secrets
+
 __all__ = ["HOUR", "Claimed", "Handle", "Key", "Model", "Proposal", "Run", "Seen"]
 
 HOUR: Final = 3600.0
@@ -189,7 +191,7 @@ class Model:
 
     # Producers.
 
-    def accept(self, proposal: Proposal, key: str | None, *, retention: float, rows: int) -> tuple[str, UUID | None]:
+    def accept(self, proposal: Proposal, key: str | None, *, secrets: Secrets, retention: float) -> tuple[str, UUID | None]:
         known = self.keys.get((proposal.tenant_id, key)) if key else None
         request = (proposal.workflow, proposal.request)
         if known is not None:
@@ -205,7 +207,7 @@ class Model:
         )  # fmt: skip
         if key:
             self.keys[proposal.tenant_id, key] = Key(
-                run_id=proposal.run_id, request=request, expires_at=self.now + retention, rows=rows
+                run_id=proposal.run_id, request=request, expires_at=self.now + retention, rows=len(secrets.write)
             )
         return "created", proposal.run_id
 
@@ -301,10 +303,10 @@ class Model:
         return None
 
     def standing(self, handle: Handle) -> tuple[str, bool, bool, bool]:
-        """What a holder is told: run's state, still held, ended under this generation, cancellation asked for."""
+        """What a holder is told: the job's state, still held, left the lease under this generation, cancellation asked for."""
         run = self.runs[handle.run_id]
-        ended_here = run.state in ENDED and run.generation == handle.generation
-        return run.state, run.held_by(handle, self.now), ended_here, run.cancel_asked
+        left_here = run.job != "leased" and run.generation == handle.generation
+        return run.job, run.held_by(handle, self.now), left_here, run.cancel_asked
 
     # Upkeep and operators.
 
@@ -349,7 +351,17 @@ class Model:
             key.tombstone = True
         return sum(key.rows for key in due)
 
+    def key_rows(self) -> "Counter[tuple[str, UUID | None]]":
+        """How many rows each tenant has for each run; tombstones name none."""
+        rows: Counter[tuple[str, UUID | None]] = Counter()
+        for (tenant_id, _), key in self.keys.items():
+            rows[tenant_id, None if key.tombstone else key.run_id] += key.rows
+        return rows
+
     # Time.
+
+    def expire_key(self, tenant_id: str, key: str) -> None:
+        self.keys[tenant_id, key].expires_at = self.now
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
