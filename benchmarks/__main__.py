@@ -23,9 +23,16 @@ from fencepost.devservices import ServicesError
 _NAIVE_SHARE: Final = 60
 # Has services of its own, which it kills and restarts, and an exit code of its own.
 _SOAK: Final = "soak"
-_QUICK: Final[dict[str, float]] = {"repeats": 1, "rows": 20_000, "large_rows": 40, "seconds": 2.0, "history": 20_000}
+_QUICK: Final[dict[str, float]] = {"repeats": 1, "rows": 20_000, "large_rows": 40, "seconds": 2.0, "history": 20_000, "claims": 200}
 # A history has to be long to mean something.
-_FULL: Final[dict[str, float]] = {"repeats": 3, "rows": 300_000, "large_rows": 400, "seconds": 8.0, "history": 1_000_000}
+_FULL: Final[dict[str, float]] = {
+    "repeats": 3,
+    "rows": 300_000,
+    "large_rows": 400,
+    "seconds": 8.0,
+    "history": 1_000_000,
+    "claims": 2_000,
+}
 # By benchmark and whether it is to be quick, where it differs from the rest.
 _OWN: Final[dict[tuple[str, bool], dict[str, float]]] = {
     ("poll", False): {"rows": 1_000_000},
@@ -64,6 +71,7 @@ def _parse() -> argparse.Namespace:
     rows = "drain, memory, poll, jobs: rows of the backlog (default: 300,000; poll 1,000,000; jobs 40,000)"
     parser.add_argument("--rows", type=int, help=rows)
     parser.add_argument("--history", type=int, help="jobs: finished and as many future jobs behind a claim (default: 1,000,000)")
+    parser.add_argument("--claims", type=int, help="jobs: claims of a repeat, of each database (default: 2,000)")
     parser.add_argument("--large-rows", type=int, help="memory: rows of 1 MB (default: 400)")
     parser.add_argument("--seconds", type=float, help="latency, writers, acceptance: length of a window (default: 8; 5)")
     parser.add_argument("--writers", type=int, help="writers: how many (default: 16)", default=16)
@@ -104,7 +112,7 @@ def _acceptance(lab: Lab, options: argparse.Namespace) -> Report:
 
 
 def _jobs(lab: Lab, options: argparse.Namespace) -> Report:
-    return jobs(lab, repeats=options.repeats, rows=options.rows, history=options.history)
+    return jobs(lab, repeats=options.repeats, rows=options.rows, history=options.history, claims=options.claims)
 
 
 _BENCHMARKS: Final[dict[str, Callable[[Lab, argparse.Namespace], Report]]] = {

@@ -16,7 +16,6 @@ from benchmarks.run_backlog import load_history
 
 __all__ = ["claim_cost"]
 
-_ROUNDS: Final = 1_000
 _TENANTS: Final = 4
 _TABLES: Final = ("runs", "jobs", "run_events", "job_attempts")
 _LONG: Final = ("long_history", "long_history_unanalysed")
@@ -25,13 +24,13 @@ _LONG: Final = ("long_history", "long_history_unanalysed")
 _Times = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def claim_cost(lab: Lab, *, repeats: int, history: int, rounds: int = _ROUNDS) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def claim_cost(lab: Lab, *, repeats: int, history: int, claims: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Figures, and for each repeat the 99th percentile of all its claims against that with an empty history."""
     with ExitStack() as stack:
         urls = _databases(stack, lab, history)
         found: list[_Times] = []
         for _ in range(repeats):
-            with lab.worker("claims", databases=urls, rounds=rounds) as worker:
+            with lab.worker("claims", databases=urls, rounds=claims // 2) as worker:
                 found.append(worker.run())
     figures = {
         name: {f"limit_{limit}_ms": _summary([repeat[name][limit] for repeat in found]) for limit in found[0][name]}

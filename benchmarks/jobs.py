@@ -52,7 +52,7 @@ class Worked:
     statements: float | None
 
 
-def jobs(lab: Lab, *, repeats: int, rows: int, history: int) -> Report:
+def jobs(lab: Lab, *, repeats: int, rows: int, history: int, claims: int) -> Report:
     """``vs_procrastinate`` compares with the best of its concurrencies in the same repeat."""
     if find_spec("procrastinate") is None:
         raise BenchmarkFailed("the baseline, procrastinate, is missing: install fencepost[dev]")
@@ -75,7 +75,7 @@ def jobs(lab: Lab, *, repeats: int, rows: int, history: int) -> Report:
         for concurrency in _PROCRASTINATE_CONCURRENCY
     }
     report.ratios["vs_procrastinate"] = ratios([one.rate for one in ours[_BEST_CONCURRENCY]], [one.rate for one in best])
-    report.figures["claim"], of_claims = claim_cost(lab, repeats=repeats, history=history)
+    report.figures["claim"], of_claims = claim_cost(lab, repeats=repeats, history=history, claims=claims)
     report.ratios |= of_claims
     return report
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from datetime import timedelta
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from uuid import UUID
 
 import typer
@@ -10,8 +10,9 @@ import typer
 from consumer_sdk.double_completion import double_completion
 from consumer_sdk.duplicates import duplicates
 from consumer_sdk.finding import Finding, report, scope
-from consumer_sdk.inspection import LARGEST_ID, DryRun, answering, check_text, inspecting, plain, smallest_id, time_of
-from consumer_sdk.stuck_leases import reap_all, stuck_leases
+from consumer_sdk.inspection import LARGEST_ID, DryRun, answering, check_text, inspecting, smallest_id, time_of
+from consumer_sdk.lease_repair import preview, repair_leases
+from consumer_sdk.stuck_leases import stuck_leases
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json
 from fencepost.errors import RunNotFound
 
@@ -108,6 +109,9 @@ def diagnose_stuck_leases(
     repair: Annotated[
         bool, typer.Option("--repair", help="Run the reaper's own statement in batches, each with an audit row.")
     ] = False,
+    far_leases: Annotated[
+        bool, typer.Option("--far-leases", help="With --repair: also end leases that reach more than a day ahead.")
+    ] = False,
     actor: Annotated[str | None, typer.Option(help="With --repair: who, for the audit row.")] = None,
     reason: Annotated[str | None, typer.Option(help="With --repair: why, for the audit row.")] = None,
     dry_run: DryRun = False,
@@ -126,15 +130,15 @@ def diagnose_stuck_leases(
       fencepost diagnose stuck-leases --repair --actor ana --reason "workers are down for the day" --dry-run
     """
     if not repair:
-        if actor is not None or reason is not None or dry_run:
-            raise typer.BadParameter("--actor, --reason and --dry-run go with --repair")
+        if actor is not None or reason is not None or dry_run or far_leases:
+            raise typer.BadParameter("--actor, --reason, --far-leases and --dry-run go with --repair")
         report(asyncio.run(_look_at_leases(database_url)), as_json=as_json, summary="Nothing is stuck.")
         return
     if actor is None or reason is None:
         raise typer.BadParameter("--repair needs --actor and --reason, for the audit row")
     check_text(actor=actor, reason=reason)
     with answering():
-        outcome = asyncio.run(_repair(database_url, actor, reason, dry_run=dry_run))
+        outcome = asyncio.run(_repair(database_url, actor, reason, far_leases=far_leases, dry_run=dry_run))
     if as_json:
         print_json({"dry_run": dry_run, **outcome})
     else:
@@ -147,13 +151,8 @@ async def _look_at_leases(database_url: str) -> list[Finding]:
         return await stuck_leases(inspector)
 
 
-async def _repair(database_url: str, actor: str, reason: str, *, dry_run: bool) -> dict[str, Any]:
+async def _repair(database_url: str, actor: str, reason: str, *, far_leases: bool, dry_run: bool) -> dict[str, int]:
     async with inspecting(database_url) as inspector:
         if dry_run:
-            return await _reapable(inspector)
-        done = await reap_all(inspector, actor, reason)
-        return {state: done[state] for state in ("queued", "dead", "cancelled")}
-
-
-async def _reapable(inspector: Inspector) -> dict[str, Any]:
-    return plain((await inspector.rows("reapable", _COUNTED_MOST))[0])
+            return await preview(inspector, far_leases=far_leases)
+        return await repair_leases(inspector, actor, reason, far_leases=far_leases)

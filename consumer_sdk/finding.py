@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from consumer_sdk.inspection import plain
-from consumer_sdk.tables import print_rows
 from fencepost.console import print_json, seconds
+from fencepost.tables import print_rows
 
 __all__ = ["SHOWN", "Finding", "report", "scope", "violations"]
 

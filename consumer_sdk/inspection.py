@@ -25,7 +25,7 @@ __all__ = [
 
 _SQL: Final = {**load_statements("consumer_sdk", "runs.sql"), **load_statements("consumer_sdk", "inspection.sql")}
 _ROLE: Final = "fencepost_operator"
-_WRITERS: Final = dict.fromkeys(("reap", "audit_repair"), "the role that owns the schema")
+_WRITERS: Final = dict.fromkeys(("reap", "end_far_leases", "audit_repair"), "the role that owns the schema")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 SMALLEST_ID: Final = UUID(int=0)
@@ -55,10 +55,10 @@ def answering() -> Iterator[None]:
 
 
 def check_text(**values: str | None) -> None:
-    """Refuse what PostgreSQL could not hold as text, and blanks, before anything is asked."""
+    """Refuse blanks, and what PostgreSQL could not hold as text, before anything is asked."""
     for name, value in values.items():
-        if value is not None and (not value.strip() or not value.isprintable()):
-            raise typer.BadParameter(f"--{name} must say something, in printable text")
+        if value is not None and (not value.strip() or value != value.encode("utf-8", "ignore").decode()):
+            raise typer.BadParameter(f"--{name} must say something, in UTF-8")
 
 
 def smallest_id(at: datetime) -> UUID:

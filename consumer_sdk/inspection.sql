@@ -57,7 +57,7 @@ ORDER BY e.sequence DESC LIMIT $3;
 -- What operators did to run $1 of tenant $2 since it was accepted at $3.
 SELECT a.created_at, a.actor, a.command, a.reason, a.detail ->> 'outcome' AS outcome, a.detail ->> 'new_run_id' AS new_run_id
 FROM fencepost.audit AS a
-WHERE a.detail ->> 'run_id' = $1::uuid::text AND a.detail ->> 'tenant_id' = $2 AND a.created_at >= $3
+WHERE a.detail ? 'run_id' AND a.detail ->> 'run_id' = $1::uuid::text AND a.detail ->> 'tenant_id' = $2 AND a.created_at >= $3
 ORDER BY a.id DESC LIMIT 100;
 
 -- name: cancel
@@ -275,14 +275,16 @@ WHERE j.state = 'leased' AND j.lease_expires_at > (SELECT clock_timestamp() + in
 ORDER BY j.lease_expires_at DESC LIMIT $1;
 
 -- name: reapable
--- What the reaper would take now, by what would become of it; counted up to $1 of each kind.
+-- What the reaper would take now, by what would become of it; counted up to $1 of each kind. $2: with leases that reach too far.
 SELECT count(*) FILTER (WHERE f.fate = 'queued') AS queued, count(*) FILTER (WHERE f.fate = 'dead') AS dead,
        count(*) FILTER (WHERE f.fate = 'cancelled') AS cancelled
 FROM (
     (SELECT CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'
                  WHEN j.deadline_at <= clock_timestamp() OR j.attempts >= j.max_attempts THEN 'dead' ELSE 'queued' END AS fate
      FROM fencepost.jobs AS j
-     WHERE j.state = 'leased' AND j.lease_expires_at <= (SELECT clock_timestamp()) ORDER BY j.lease_expires_at LIMIT $1)
+     WHERE j.state = 'leased' AND (j.lease_expires_at <= (SELECT clock_timestamp())
+                                   OR ($2 AND j.lease_expires_at > (SELECT clock_timestamp() + interval '1 day')))
+     ORDER BY j.lease_expires_at LIMIT $1)
     UNION ALL
     (SELECT 'dead' FROM fencepost.jobs AS j
      WHERE j.state = 'queued' AND j.deadline_at <= (SELECT clock_timestamp()) ORDER BY j.deadline_at LIMIT $1)
@@ -370,6 +372,18 @@ SELECT s.n_live_tup AS live_rows, s.n_dead_tup AS dead_rows,
            (SELECT option_value::boolean FROM pg_options_to_table(c.reloptions) WHERE option_name = 'autovacuum_enabled'), true) AS enabled
 FROM pg_stat_user_tables AS s JOIN pg_class AS c ON c.oid = s.relid
 WHERE s.relid = 'fencepost.jobs'::regclass;
+
+-- name: end_far_leases
+-- End now at most $1 leases that reach more than a day ahead: no worker's setting allows that. The reaper takes them, and a
+-- holder that still lives loses its next write, as with any lease that ran out.
+WITH far AS MATERIALIZED (
+    SELECT j.run_id, j.tenant_id FROM fencepost.jobs AS j
+    WHERE j.state = 'leased' AND j.lease_expires_at > (SELECT clock_timestamp() + interval '1 day')
+    ORDER BY j.lease_expires_at DESC LIMIT $1 FOR UPDATE SKIP LOCKED
+)
+UPDATE fencepost.jobs AS j SET lease_expires_at = clock_timestamp() FROM far AS f
+WHERE j.run_id = f.run_id AND j.tenant_id = f.tenant_id
+RETURNING j.run_id;
 
 -- name: audit_repair
 -- What a batch of repair did: actor $1, reason $2, detail $3.

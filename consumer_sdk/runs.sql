@@ -69,7 +69,7 @@ fair AS MATERIALIZED (
 chosen AS (SELECT * FROM expired UNION ALL SELECT * FROM oldest UNION ALL SELECT * FROM fair),
 lost AS (
     UPDATE fencepost.job_attempts AS a
-    SET finished_at = clock_timestamp(), renewed_at = j.lease_renewed_at, outcome = 'lost', error_code = 'lease_expired', decision = 'retry'
+    SET finished_at = (SELECT at FROM clock), renewed_at = j.lease_renewed_at, outcome = 'lost', error_code = 'lease_expired', decision = 'retry'
     FROM expired AS e JOIN fencepost.jobs AS j ON j.run_id = e.run_id AND j.tenant_id = e.tenant_id
     WHERE a.run_id = e.run_id AND a.tenant_id = e.tenant_id AND a.finished_at IS NULL
 ),

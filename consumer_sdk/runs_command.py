@@ -24,10 +24,10 @@ from consumer_sdk.inspection import (
     inspecting,
     plain,
 )  # fmt: skip
-from consumer_sdk.tables import print_rows, printable
 from consumer_sdk.timeline import Entry, relative, timeline
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json, seconds
 from fencepost.errors import ReplayRefused, RunChanged, RunEnded, RunNotFound
+from fencepost.tables import print_rows, printable
 
 __all__ = ["runs"]
 

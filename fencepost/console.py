@@ -1,4 +1,4 @@
-"""What the operator's commands share: one connection, named statements, tables or JSON."""
+"""What the operator's commands share: one connection, named statements, JSON."""
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -8,14 +8,12 @@ from typing import Annotated, Any, Final
 
 import asyncpg
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from fencepost.addresses import check_database_url
-from fencepost.database import translated
+from fencepost.database import connecting, translated
 from fencepost.errors import TransientError
 
-__all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "print_json", "print_table", "seconds"]
+__all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "print_json", "seconds"]
 
 _TIMEOUT_SECONDS: Final = 30
 
@@ -46,7 +44,7 @@ async def inspecting(
     """An inspector, connected. Raises ``ConfigurationError`` without an address, ``TransientError`` without an answer."""
     address = check_database_url(database_url)
     try:
-        async with translated("connect", role=role):
+        async with connecting(role=role):
             connection = await asyncpg.connect(address, timeout=10)
     except TransientError as error:
         raise TransientError(
@@ -60,15 +58,6 @@ async def inspecting(
 
 def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")  # a name that is cut cannot be looked up
-    for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console().print(table)
 
 
 def seconds(value: float | None) -> str:

@@ -13,7 +13,7 @@ import asyncpg
 
 from fencepost.errors import ConfigurationError, FencepostError, TransientError
 
-__all__ = ["StatementPool", "connect_listener", "translated"]
+__all__ = ["StatementPool", "connect_listener", "connecting", "translated"]
 
 # Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
 _TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
@@ -34,11 +34,19 @@ async def translated(statement: str, *, role: str) -> AsyncIterator[None]:
         if ours is None:
             raise
         raise ours from error
-    except (asyncpg.ClientConfigurationError, ValueError) as error:
-        raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address that PostgreSQL's clients take") from error
     except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
         # InternalClientError: the server's farewell has arrived on a pooled connection and its end has not, yet.
         raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
+
+
+@asynccontextmanager
+async def connecting(*, role: str) -> AsyncIterator[None]:
+    """As ``translated``, and what the driver cannot read of the address is the operator's to mend. It is not quoted."""
+    try:
+        async with translated("connect", role=role):
+            yield
+    except (asyncpg.ClientConfigurationError, ValueError) as error:
+        raise ConfigurationError("FENCEPOST_DATABASE_URL is not an address that PostgreSQL's clients take") from error
 
 
 def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> FencepostError | None:
@@ -58,7 +66,7 @@ def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Fence
 
 async def connect_listener(database_url: str, *, role: str) -> asyncpg.Connection:
     """A connection of its own for LISTEN."""
-    async with translated("listen", role=role):
+    async with connecting(role=role):
         return await asyncpg.connect(database_url, timeout=10, server_settings={"application_name": "fencepost-listen"})
 
 
@@ -90,7 +98,7 @@ class StatementPool:
         server_settings: Mapping[str, str],
     ) -> "StatementPool":
         """Connect once, so that a wrong address is known at once; ``role`` is what to grant to a user who may not."""
-        async with translated("connect", role=role):
+        async with connecting(role=role):
             pool = await asyncpg.create_pool(
                 database_url,
                 min_size=1,

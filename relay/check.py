@@ -13,8 +13,9 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError
 
 from fencepost import wire
-from fencepost.console import Inspector, JsonOutput, print_json, print_table
+from fencepost.console import Inspector, JsonOutput, print_json
 from fencepost.errors import ConfigurationError, FencepostError
+from fencepost.tables import print_rows
 from migrations import migration_states
 from relay.inspection import inspecting
 from relay.settings import RelaySettings, load_settings, unknown_variables
@@ -59,7 +60,7 @@ def check(
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        print_table("Preflight", ["check", "status", "what was found", "what to do"], [tuple(asdict(f).values()) for f in findings])
+        print_rows(["check", "status", "what was found", "what to do"], [tuple(asdict(f).values()) for f in findings], whole=2)
     failed = [finding.name for finding in findings if finding.status == "fail"]
     if failed:
         raise typer.Exit(2 if failed == [_SETTINGS] else 1)

@@ -5,7 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from fencepost.console import DatabaseUrl, JsonOutput, print_json, print_table, seconds
+from fencepost.console import DatabaseUrl, JsonOutput, print_json, seconds
+from fencepost.tables import print_rows
 from relay.inspection import inspecting
 
 __all__ = ["status"]
@@ -29,15 +30,15 @@ def status(database_url: DatabaseUrl = "", as_json: JsonOutput = False) -> None:
     if as_json:
         print_json({"lanes": lanes, "relays": relays})
         return
-    print_table(
-        "Lanes",
+    print_rows(
         ["lane", "owner", "generation", "lease left", "waiting", "oldest", "last mark", "state"],
         [_lane_row(lane) for lane in lanes],
+        title="Lanes",
     )
-    print_table(
-        "Relays",
+    print_rows(
         ["relay", "version", "up", "lanes"],
         [(relay["relay_id"], relay["version"], seconds(relay["up_seconds"]), relay["lanes"]) for relay in relays],
+        title="Relays",
     )
     for line in _advice(lanes, relays):
         print(line)  # noqa: T201 - the command's output

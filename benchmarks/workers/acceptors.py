@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from uuid import UUID
 
 import asyncpg
@@ -22,7 +22,10 @@ from benchmarks.workers import commit_repeatedly, ready_and_wait, run_worker
 from producer_sdk import Command, Scope, Secrets, Submission
 from producer_sdk.asyncpg import accept, accept_many
 
-_Connection = asyncpg.Connection[Any]
+if TYPE_CHECKING:
+    _Connection: TypeAlias = asyncpg.Connection[Any]
+else:
+    _Connection = asyncpg.Connection
 
 _TENANT: Final = "acme"
 _WORKFLOW: Final = "noop"

@@ -125,12 +125,16 @@ BEGIN
             END IF;
         END LOOP;
         IF look = 1 THEN
-            FOR place IN 1 .. written LOOP
-                IF NOT pg_try_advisory_xact_lock(('x' || encode(substring(key_hashes[place] FOR 8), 'hex'))::bit(64)::bigint) THEN
-                    outcome := 'in_progress';
-                    RETURN;
-                END IF;
-            END LOOP;
+            BEGIN  -- a block of its own, so that a lock got before another one failed is given back
+                FOR place IN 1 .. written LOOP
+                    IF NOT pg_try_advisory_xact_lock(('x' || encode(substring(key_hashes[place] FOR 8), 'hex'))::bit(64)::bigint) THEN
+                        RAISE lock_not_available;
+                    END IF;
+                END LOOP;
+            EXCEPTION WHEN lock_not_available THEN
+                outcome := 'in_progress';
+                RETURN;
+            END;
         END IF;
     END LOOP;
 

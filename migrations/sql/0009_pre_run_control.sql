@@ -34,6 +34,9 @@ END
 $$;
 REVOKE ALL ON FUNCTION fencepost.check_actor FROM PUBLIC;
 
+-- What operators did to a run, for its story.
+CREATE INDEX audit_run_idx ON fencepost.audit ((detail ->> 'run_id')) WHERE detail ? 'run_id';
+
 -- Cancels a run. The job's row is the referee: whoever holds it first, a completion or this, decides.
 --   cancelled  queued, or leased by nobody alive: ended here, never claimed again
 --   requested  a worker holds it: it is told, its completion is refused from now on, and the run ends as cancelled

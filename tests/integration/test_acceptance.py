@@ -775,6 +775,20 @@ async def test_a_rolling_deploy_of_a_phase_starts_one_run_a_key(connect: Connect
         assert len({result.run_id for result in accepted}) == 1
 
 
+async def test_a_process_that_writes_two_versions_and_gets_one_lock_gives_it_back(connect: Connect) -> None:
+    """KEY-13 in a rotation: who was told in progress is in nobody's way."""
+    key = new_key()
+    first, told, third = [await connect() for _ in range(3)]
+    async with told.transaction():
+        with suppress(Abandoned):
+            async with begin(first, "read committed"):
+                await call(first, key, secrets=PHASES[3])
+                with pytest.raises(InProgress):
+                    await call(told, key, secrets=PHASES[2])
+                raise Abandoned
+        assert (await commit(third, key, secrets=PHASES[2])).created
+
+
 async def test_old_keys_live_through_the_whole_rotation(own: Connection) -> None:
     """KEY-20, FINGERPRINT-17: judged under the version that they were stored with, and no row is rewritten."""
     first = await commit(own, "k-1", secrets=PHASES[0])

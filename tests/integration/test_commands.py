@@ -112,7 +112,21 @@ async def test_a_lane_that_waits_for_a_topic_is_named_at_once_with_what_to_do(
 
 
 @pytest.mark.parametrize(
-    "command", [("migrate",), ("relay", "run"), ("status",), ("trace", str(uuid.UUID(int=1))), ("check",)], ids=" ".join
+    "command",
+    [
+        ("migrate",),
+        ("relay", "run"),
+        ("status",),
+        ("trace", str(uuid.UUID(int=1))),
+        ("check",),
+        ("worker", "run", "examples.durable_job:handlers"),
+        ("runs", "list"),
+        ("runs", "show", str(uuid.UUID(int=1))),
+        ("diagnose", "stuck-leases"),
+        ("diagnose", "double-completion"),
+        ("diagnose", "duplicates", "--tenant", "a"),
+    ],
+    ids=" ".join,
 )
 @pytest.mark.parametrize("address", ["postgresql://u:s3cret#PW@127.0.0.1:5432/db", "postgresql+asyncpg://u:s3cret@127.0.0.1/db"])
 async def test_a_wrong_address_ends_every_command_with_one_line_that_does_not_quote_it(

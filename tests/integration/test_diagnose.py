@@ -12,7 +12,7 @@ import pytest
 
 from consumer_sdk.duplicates import why_apart
 from consumer_sdk.inspection import smallest_id, time_of
-from consumer_sdk.stuck_leases import clock_finding
+from consumer_sdk.stuck_leases import clock_finding, plan_finding, vacuum_finding
 from fencepost.errors import ConfigurationError
 from fencepost.statements import load_statements
 from tests.support.commands import Command, user_of
@@ -392,6 +392,23 @@ def test_a_clock_that_is_off_is_said() -> None:
     assert clock_finding(now, now + timedelta(minutes=9)).verdict == "warn"
 
 
+async def test_a_claim_that_reads_a_whole_large_table_is_said(runs: Runs) -> None:
+    look = load_statements("consumer_sdk", "inspection.sql")["claim_plan"]
+    assert plan_finding(await runs.connection.fetchval(look), 20_000).verdict == "ok"
+    await runs.connection.execute("DROP INDEX fencepost.jobs_leased_idx")
+    explained = await runs.connection.fetchval(look)
+    assert plan_finding(explained, 20_000).verdict == "fail"
+    assert plan_finding(explained, 20).verdict == "ok"
+
+
+def test_dead_rows_that_pile_up_are_said() -> None:
+    row = {"live_rows": 1_000, "dead_rows": 40_000, "vacuumed_ago_seconds": 60.0, "analyzed_ago_seconds": None, "enabled": True}
+    assert vacuum_finding([row]).verdict == "ok"
+    assert vacuum_finding([{**row, "dead_rows": 400_000}]).verdict == "warn"
+    assert vacuum_finding([{**row, "enabled": False}]).verdict == "fail"
+    assert vacuum_finding([]).verdict == "warn"
+
+
 # Repair.
 
 
@@ -423,6 +440,21 @@ async def test_repair_does_what_the_reaper_does_in_audited_batches(runs: Runs, c
     assert await runs.connection.fetchval("SELECT count(*) FROM fencepost.audit") == 2
 
 
+async def test_a_lease_that_reaches_too_far_is_ended_on_demand_and_its_holder_is_fenced(runs: Runs, command: Command) -> None:
+    near, far = await runs.accept(), await runs.accept()
+    kept, lost = await runs.claim(2)
+    assert (kept.run_id, lost.run_id) == (near, far)
+    await runs.expire_lease(far, by=timedelta(days=-30))
+    assert (await command(*REPAIR))[1] == "Done: nothing to repair.\n"
+    assert (await command(*REPAIR, "--far-leases", "--dry-run"))[1] == "Would be: 1 queued.\n"
+    assert await runs.state(far) == ("running", "leased")
+    assert (await command(*REPAIR, "--far-leases"))[1] == "Done: 1 queued.\n"
+    assert await runs.state(far) == ("running", "queued")
+    assert not await runs.complete(lost)
+    assert await runs.complete(kept)
+    assert json.loads(await runs.connection.fetchval("SELECT detail FROM fencepost.audit"))["far_leases_ended"] == [str(far)]
+
+
 async def test_repair_leaves_alone_who_holds_a_lease(runs: Runs, command: Command) -> None:
     await runs.accept()
     held = await runs.claim_one()
@@ -439,6 +471,7 @@ async def test_repair_leaves_alone_who_holds_a_lease(runs: Runs, command: Comman
         (*STUCK, "--repair", "--actor", " ", "--reason", "x"),
         (*STUCK, "--actor", "ana"),
         (*STUCK, "--dry-run"),
+        (*STUCK, "--far-leases"),
     ],
     ids=lambda words: " ".join(words[2:]),
 )

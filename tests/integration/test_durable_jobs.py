@@ -326,7 +326,7 @@ async def test_reap_cancel_and_replay_move_the_run_of_their_own_tenant_only(crew
 # -- exercise: cancelled, and the race with completed -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["cancel", "complete"])
+@pytest.mark.parametrize("first", ["cancel", "complete within"])
 async def test_cancel_and_complete_have_one_winner(crew: Crew, first: str) -> None:
     """JOB-29: both wait for the job's row, in this order. The row is the referee, and the loser is told."""
     run_id = await crew.runs.accept()
@@ -335,9 +335,9 @@ async def test_cancel_and_complete_have_one_winner(crew: Crew, first: str) -> No
     operator = Runs(await crew.connect())
     acts: dict[str, Callable[[], Awaitable[object]]] = {
         "cancel": lambda: operator.cancel(run_id),
-        "complete": lambda: hand.complete(key),
+        "complete within": lambda: hand.complete_within(key),
     }
-    second = "complete" if first == "cancel" else "cancel"
+    second = "complete within" if first == "cancel" else "cancel"
 
     referee = await crew.connect()
     async with referee.transaction():
@@ -348,18 +348,20 @@ async def test_cancel_and_complete_have_one_winner(crew: Crew, first: str) -> No
         await crew.blocked(2)
     told = {act: await task for act, task in tasks.items()}
 
-    if first == "complete":
-        assert told == {"complete": True, "cancel": "ended"}
+    if first == "complete within":
+        assert told == {"complete within": True, "cancel": "ended"}
         assert await crew.runs.state(run_id) == ("completed", "completed")
     else:
-        assert told == {"complete": False, "cancel": "requested"}
-        assert await hand.standing(key) == Standing(run_state="running", held=True, ended_here=False, cancel_requested=True)
+        assert told == {"complete within": False, "cancel": "requested"}
+        assert await hand.standing(key) == Standing(state="leased", held=True, left_here=False, cancel_requested=True)
         assert await hand.settle(key, delay_seconds=None) == Settled(state="cancelled", reason="cancelled")
         assert await crew.runs.state(run_id) == ("cancelled", "cancelled")
     terminal = [row for row in await crew.runs.events(run_id) if row[1] in ("run_completed", "run_cancelled", "run_failed")]
     assert len(terminal) == 1
     decided_by = "SELECT detail ->> 'decided_by' FROM fencepost.run_events WHERE sequence = $1"
-    assert await crew.database.fetchval(decided_by, terminal[0][0]) == ("completion" if first == "complete" else "cancellation")
+    assert await crew.database.fetchval(decided_by, terminal[0][0]) == (
+        "completion" if first == "complete within" else "cancellation"
+    )
 
 
 # -- exercise: SKIP LOCKED with two independent connections ----------------------------------------------------------------

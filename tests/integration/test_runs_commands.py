@@ -157,6 +157,19 @@ async def test_a_terminal_is_not_obeyed_by_what_people_wrote(runs: Runs, command
     assert "gone [bold]x[/bold]" in output
 
 
+async def test_long_names_are_broken_into_lines_and_never_cut(runs: Runs, database_url: str) -> None:
+    tenant, workflow = "t" * 97, "w" * 89
+    run = await runs.accept(tenant=tenant, workflow=workflow)
+    narrow = Command(database_url, columns=80)
+    _, listed = await narrow("runs", "list")
+    below_the_heading = listed.partition("─\n")[2]
+    assert str(run) in listed
+    assert (below_the_heading.count("t"), below_the_heading.count("w")) == (97, 89)
+    _, shown = await narrow("runs", "show", run)
+    assert tenant in "".join(shown.split())
+    assert workflow in "".join(shown.split())
+
+
 async def test_show_finds_a_run_by_its_id_alone_if_one_tenant_has_it(runs: Runs, command: Command) -> None:
     run = await runs.accept(tenant="one")
     assert (await command.json("runs", "show", run))["run"]["tenant_id"] == "one"
@@ -267,9 +280,9 @@ async def test_replay_says_no_where_it_must(runs: Runs, command: Command) -> Non
         ("--actor", " ", "--reason", "x"),
         ("--actor", "ana", "--reason", ""),
         ("--actor", "ana", "--reason", "x" * 2001),
-        ("--actor", "a\x1bb", "--reason", "x"),
+        ("--actor", "a\udcffb", "--reason", "x"),
     ],
-    ids=["no actor", "no reason", "blank actor", "blank reason", "long reason", "control character"],
+    ids=["no actor", "no reason", "blank actor", "blank reason", "long reason", "not UTF-8"],
 )
 async def test_a_change_without_actor_and_reason_is_refused(
     word: str, named: tuple[str, ...], runs: Runs, command: Command

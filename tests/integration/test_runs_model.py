@@ -5,28 +5,28 @@ for ever; broken statements, each of which the machine must catch; and workers t
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import asyncpg
 import psycopg
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, invariant, multiple, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from uuid_utils.compat import uuid7
 
 from producer_sdk import Secrets
 from tests.support.runs_database import STATEMENTS, Calls, prepare
-from tests.support.runs_model import HOUR, Handle, Model, Proposal
+from tests.support.runs_model import HOUR, Handle, Model, Proposal, Run
 
 TENANTS: Final = ("acme", "zeta")
 WORKERS: Final = ("w1", "w2")
 WORKFLOWS: Final = ("report", "send")
-# With more runs, calls would meet less often.
-MAX_RUNS: Final = 5
+# With more runs alive, calls would meet less often.
+MAX_ALIVE: Final = 3
 # The phases of a rotation in which each process knows what any other wrote.
 PHASES: Final = (
     Secrets({1: b"a" * 32}, write=[1]),
@@ -42,6 +42,8 @@ SETTINGS: Final = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
+
+Item = TypeVar("Item")
 
 
 class Bench:
@@ -60,31 +62,38 @@ class Bench:
         self._runner.close()
 
 
+turns = st.integers(0, 11)
 workers = st.sampled_from(WORKERS)
-tenants = st.sampled_from(TENANTS)
-leases = st.sampled_from([1 * HOUR, 4 * HOUR])
+leases = st.sampled_from([4 * HOUR, 4 * HOUR, 1 * HOUR])
 checkpoints = st.sampled_from([None, b"c1", b"c2"])
 costs = st.sampled_from([None, 1.0])
+# Two in three of the calls under a lease are by who holds one, the others by anyone who ever did.
+stale = st.sampled_from([False, False, True])
+
+ALL_AT_ONCE: Final[dict[str, dict[str, Any]]] = {
+    "renew": {"lease": 4 * HOUR, "checkpoint": b"c3"},
+    "complete": {"output": b"[]", "cost": None},
+    "fail": {"delay": 0, "reason": None, "error_code": "e3", "cost": None, "checkpoint": None},
+    "release": {"checkpoint": None},
+}
 
 
 class Machine(RuleBasedStateMachine):
-    """Each rule asks the model and the database, and wants one answer."""
-
-    runs = Bundle("runs")
-    handles = Bundle("handles")
+    """Each rule asks the model and the database, and wants one answer. ``turn`` picks among what there is."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__()
         self.bench = bench
         self.model = Model()
+        self.handles: list[Handle] = []
         self.bench.run(bench.calls.empty())
-        self.kept: dict[str, list[Handle]] = {worker: [] for worker in WORKERS}
 
     def both(self, verb: str, *arguments: Any, **options: Any) -> Any:
         """The answer of both."""
         self.model.tick()
         predicted = getattr(self.model, verb)(*arguments, **options)
         answer = self.bench.run(getattr(self.bench.calls, verb)(*arguments, **options))
+        note(f"    {verb} {arguments}: {answer}")
         assert answer == predicted, f"{verb} answered {answer}, not {predicted}"
         return answer
 
@@ -94,117 +103,149 @@ class Machine(RuleBasedStateMachine):
         if not self.both(verb, handles, **options):
             assert self.bench.run(self.bench.calls.everything()) == before, f"{verb} changed a row without a lease"
 
+    def alive(self) -> list[Run]:
+        return [run for run in self.model.runs.values() if run.job in ("queued", "leased")]
+
+    def handle(self, turn: int, stale: bool) -> Handle:
+        held = [handle for handle in self.handles if self.model.holds(handle)]
+        return pick(turn, self.handles if stale or not held else held)
+
     # Producers.
 
-    @precondition(lambda self: len(self.model.runs) < MAX_RUNS)
+    @initialize(tenant=st.sampled_from(TENANTS), max_attempts=st.integers(1, 2))
+    def begin(self, tenant: str, max_attempts: int) -> None:
+        """So that every example has a run."""
+        self.propose("k1", PHASES[0], 24 * HOUR, tenant_id=tenant, workflow="report", request="a", max_attempts=max_attempts)
+
+    @precondition(lambda self: len(self.alive()) < MAX_ALIVE)
     @rule(
-        target=runs, tenant=tenants, workflow=st.sampled_from(WORKFLOWS), key=st.sampled_from([None, "k1", "k2"]),
-        request=st.sampled_from(["a", "a", "b"]), delay=st.sampled_from([0, 0, 0, 2 * HOUR]), max_attempts=st.integers(1, 3),
-        deadline=st.sampled_from([None, None, 5 * HOUR]), cost_limit=st.sampled_from([None, None, 2]),
-        secrets=st.sampled_from(PHASES), retention=st.sampled_from([24 * HOUR, 2 * HOUR]),
+        tenant=st.sampled_from(TENANTS), workflow=st.sampled_from(WORKFLOWS), key=st.sampled_from([None, None, "k1", "k2"]),
+        request=st.sampled_from(["a", "a", "b"]), delay=st.sampled_from([0, 0, 0, 2 * HOUR]), max_attempts=st.integers(1, 2),
+        deadline=st.sampled_from([None, None, 1 * HOUR]), cost_limit=st.sampled_from([None, None, 2]),
+        secrets=st.sampled_from(PHASES), retention=st.sampled_from([24 * HOUR, 1 * HOUR]),
     )  # fmt: skip
     def accept(
         self, tenant: str, workflow: str, key: str | None, request: str, delay: float, max_attempts: int, deadline: float | None,
         cost_limit: float | None, secrets: Secrets, retention: float,
-    ) -> Any:  # fmt: skip
-        proposal = Proposal(
-            run_id=uuid7(), tenant_id=tenant, workflow=workflow, request=request, delay=delay, max_attempts=max_attempts,
+    ) -> None:  # fmt: skip
+        self.propose(
+            key, secrets, retention, tenant_id=tenant, workflow=workflow, request=request, delay=delay, max_attempts=max_attempts,
             deadline=deadline, cost_limit=cost_limit,
         )  # fmt: skip
-        outcome, run_id = self.both("accept", proposal, key, secrets=secrets, retention=retention)
-        return run_id if outcome == "created" else multiple()
 
-    @rule(run_id=runs, stranger=st.sampled_from([False, False, False, True]), version=st.sampled_from([None, 0, 1]))
-    def cancel(self, run_id: Any, stranger: bool, version: int | None) -> None:
+    def propose(self, key: str | None, secrets: Secrets, retention: float, **command: Any) -> None:
+        self.both("accept", Proposal(run_id=uuid7(), **command), key, secrets=secrets, retention=retention)
+
+    @rule(turn=turns, ended=st.sampled_from([False, False, False, True]), version=st.sampled_from([None, None, 0, 1]))
+    def cancel(self, turn: int, ended: bool, version: int | None) -> None:
         """``version``: not said, right, or one too high."""
-        run = self.model.runs[run_id]
-        tenant = "nobody" if stranger else run.tenant_id
-        self.both("cancel", tenant, run_id, None if version is None else run.version + version)
+        run = pick(turn, list(self.model.runs.values()) if ended else self.alive() or list(self.model.runs.values()))
+        self.both("cancel", run.tenant_id, run.run_id, None if version is None else run.version + version)
+
+    @rule(turn=turns)
+    def cancel_as_another_tenant(self, turn: int) -> None:
+        self.both("cancel", "nobody", pick(turn, list(self.model.runs)), None)
 
     # Workers.
 
+    @precondition(lambda self: bool(self.alive()))
     @rule(
-        target=handles, worker=workers, workflows=st.sampled_from([WORKFLOWS, WORKFLOWS[:1]]), limit=st.sampled_from([1, 2, 100]),
-        lease=leases, attempt_limit=st.sampled_from([None, None, 3 * HOUR]), last_tenant=st.sampled_from(["", *TENANTS]),
+        worker=workers, workflows=st.sampled_from([WORKFLOWS, WORKFLOWS[:1]]), limit=st.sampled_from([1, 2, 100]),
+        lease=leases, attempt_limit=st.sampled_from([None, 1 * HOUR]), last_tenant=st.sampled_from(["", *TENANTS]),
     )  # fmt: skip
     def claim(
         self, worker: str, workflows: tuple[str, ...], limit: int, lease: float, attempt_limit: float | None, last_tenant: str
-    ) -> MultipleResults[Handle]:
-        self.model.tick()
+    ) -> None:
         terms: dict[str, Any] = {"workflows": workflows, "limit": limit, "lease": lease, "attempt_limit": attempt_limit}
+        self.model.tick()
         answer = self.bench.run(self.bench.calls.claim(worker, last_tenant=last_tenant, **terms))
+        note(f"    claim: {answer}")
         assert answer == self.model.claim(worker, [handle.run_id for handle in answer], **terms)
-        self.kept[worker] += answer
-        return multiple(*answer)
+        self.handles += answer
 
-    @rule(handle=handles, lease=leases, checkpoint=checkpoints)
-    def renew(self, handle: Handle, lease: float, checkpoint: bytes | None) -> None:
-        self.under_lease("renew", [handle], lease=lease, checkpoint=checkpoint)
+    # Hypothesis leaves rules out of an example, each with some probability: without a claim it would be a dull one.
+    @precondition(lambda self: bool(self.alive()))
+    @rule(worker=workers, attempt_limit=st.sampled_from([None, 1 * HOUR]))
+    def claim_all(self, worker: str, attempt_limit: float | None) -> None:
+        self.claim(worker, WORKFLOWS, 100, 4 * HOUR, attempt_limit, "")
 
-    @rule(handle=handles, cost=costs)
-    def complete(self, handle: Handle, cost: float | None) -> None:
-        self.under_lease("complete", [handle], output=b"{}", cost=cost)
+    @precondition(lambda self: bool(self.alive()))
+    @rule(worker=workers, last_tenant=st.sampled_from(["", *TENANTS]))
+    def claim_one(self, worker: str, last_tenant: str) -> None:
+        self.claim(worker, WORKFLOWS, 1, 4 * HOUR, None, last_tenant)
 
-    @rule(handle=handles, delay=st.sampled_from([0, 0, 1 * HOUR, 9 * HOUR]), cost=costs, checkpoint=checkpoints)
-    def fail(self, handle: Handle, delay: float, cost: float | None, checkpoint: bytes | None) -> None:
-        self.under_lease("fail", [handle], delay=delay, reason=None, error_code="e1", cost=cost, checkpoint=checkpoint)
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns, stale=stale, lease=leases, checkpoint=checkpoints)
+    def renew(self, turn: int, stale: bool, lease: float, checkpoint: bytes | None) -> None:
+        self.under_lease("renew", [self.handle(turn, stale)], lease=lease, checkpoint=checkpoint)
 
-    @rule(handle=handles, reason=st.sampled_from([None, "gave_up"]))
-    def fail_for_good(self, handle: Handle, reason: str | None) -> None:
-        self.under_lease("fail", [handle], delay=None, reason=reason, error_code="e2", cost=None, checkpoint=None)
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns, stale=stale, cost=costs)
+    def complete(self, turn: int, stale: bool, cost: float | None) -> None:
+        self.under_lease("complete", [self.handle(turn, stale)], output=b"{}", cost=cost)
 
-    @rule(handle=handles, checkpoint=checkpoints)
-    def release(self, handle: Handle, checkpoint: bytes | None) -> None:
-        self.under_lease("release", [handle], checkpoint=checkpoint)
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns, stale=stale, delay=st.sampled_from([0, 0, 1 * HOUR, 9 * HOUR]), cost=costs, checkpoint=checkpoints)
+    def fail(self, turn: int, stale: bool, delay: float, cost: float | None, checkpoint: bytes | None) -> None:
+        options = {"reason": None, "error_code": "e1", "cost": cost, "checkpoint": checkpoint}
+        self.under_lease("fail", [self.handle(turn, stale)], delay=delay, **options)
 
-    @rule(handle=handles)
-    def append(self, handle: Handle) -> None:
-        before = self.bench.run(self.bench.calls.everything())
-        if self.both("append", handle, "workflow.step") is None:
-            assert self.bench.run(self.bench.calls.everything()) == before
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns, stale=stale, reason=st.sampled_from([None, "gave_up"]))
+    def fail_for_good(self, turn: int, stale: bool, reason: str | None) -> None:
+        options = {"error_code": "e2", "cost": None, "checkpoint": None}
+        self.under_lease("fail", [self.handle(turn, stale)], delay=None, reason=reason, **options)
 
-    @rule(handle=handles)
-    def ask_how_it_stands(self, handle: Handle) -> None:
-        self.both("standing", handle)
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns, stale=stale, checkpoint=checkpoints)
+    def release(self, turn: int, stale: bool, checkpoint: bytes | None) -> None:
+        self.under_lease("release", [self.handle(turn, stale)], checkpoint=checkpoint)
 
-    @precondition(lambda self: any(self.kept.values()))
-    @rule(worker=workers, verb=st.sampled_from(["renew", "complete", "fail", "release"]), newest_first=st.booleans())
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns, stale=stale)
+    def append(self, turn: int, stale: bool) -> None:
+        self.under_lease("append", [self.handle(turn, stale)], event_type="workflow.step")
+
+    @precondition(lambda self: bool(self.handles))
+    @rule(turn=turns)
+    def ask_how_it_stands(self, turn: int) -> None:
+        self.both("standing", pick(turn, self.handles))
+
+    @precondition(lambda self: bool(self.handles))
+    @rule(worker=workers, verb=st.sampled_from(sorted(ALL_AT_ONCE)), newest_first=st.booleans())
     def all_at_once(self, worker: str, verb: str, newest_first: bool) -> None:
         """Every handle that a worker ever got, in one call: of each job one at most is held."""
-        options: dict[str, dict[str, Any]] = {
-            "renew": {"lease": 1 * HOUR, "checkpoint": b"c3"},
-            "complete": {"output": b"[]", "cost": None},
-            "fail": {"delay": 0, "reason": None, "error_code": "e3", "cost": None, "checkpoint": None},
-            "release": {"checkpoint": None},
-        }
-        if self.kept[worker]:
-            self.under_lease(verb, self.kept[worker][:: -1 if newest_first else 1], **options[verb])
+        mine = [handle for handle in self.handles if handle.worker == worker]
+        if mine:
+            self.under_lease(verb, mine[::-1] if newest_first else mine, **ALL_AT_ONCE[verb])
 
     # Upkeep, operators, time.
 
+    @precondition(lambda self: bool(self.alive()))
     @rule()
     def reap(self) -> None:
         self.both("reap")
 
+    @precondition(lambda self: bool(self.model.due_keys()))
     @rule()
     def expire_keys(self) -> None:
         self.both("expire_keys")
 
-    @precondition(lambda self: any(run.state == "failed" for run in self.model.runs.values()))
-    @rule(target=runs, run_id=runs, limit=st.sampled_from([1, 3]), retention=st.sampled_from([20 * HOUR, 1000 * HOUR]))
-    def replay(self, run_id: Any, limit: int, retention: float) -> Any:
-        tenant = self.model.runs[run_id].tenant_id
-        outcome, new_id = self.both("replay", tenant, run_id, uuid7(), limit=limit, retention=retention)
-        return new_id if outcome == "replayed" else multiple()
+    @precondition(lambda self: any(run.job == "dead" for run in self.model.runs.values()))
+    @rule(turn=turns, dead=st.booleans(), limit=st.sampled_from([1, 3]), retention=st.sampled_from([20 * HOUR, 1000 * HOUR]))
+    def replay(self, turn: int, dead: bool, limit: int, retention: float) -> None:
+        run = pick(turn, [run for run in self.model.runs.values() if run.job == "dead" or not dead])
+        self.both("replay", run.tenant_id, run.run_id, uuid7(), limit=limit, retention=retention)
 
-    @rule(hours=st.sampled_from([2, 4, 30]))
+    @precondition(lambda self: bool(self.alive()))
+    @rule(hours=st.sampled_from([2, 2, 2, 30]))
     def pass_time(self, hours: int) -> None:
         self.both("pass_time", hours * HOUR)
 
-    @rule(run_id=runs)
-    def expire_lease(self, run_id: Any) -> None:
-        if self.model.runs[run_id].job == "leased":
-            self.both("expire_lease", run_id)
+    @precondition(lambda self: any(run.job == "leased" for run in self.model.runs.values()))
+    @rule(turn=turns)
+    def expire_lease(self, turn: int) -> None:
+        self.both("expire_lease", pick(turn, [run.run_id for run in self.alive() if run.job == "leased"]))
 
     # What must hold after every one of them.
 
@@ -215,6 +256,10 @@ class Machine(RuleBasedStateMachine):
         }
         assert self.bench.run(self.bench.calls.key_rows()) == self.model.key_rows()
         assert self.bench.run(self.bench.calls.violations()) == []
+
+
+def pick(turn: int, among: Sequence[Item]) -> Item:
+    return among[turn % len(among)]
 
 
 def drive(bench: Bench, how: settings) -> None:
@@ -243,3 +288,69 @@ def test_whatever_is_called_the_runs_stand_as_the_contract_says(open_bench: Open
     """JOB-5, JOB-6, JOB-7, JOB-10, JOB-18, JOB-21, KEY-10, KEY-18, J20 to J40: and a stale handle changes nothing, ever."""
     bench = open_bench()
     drive(bench, SETTINGS)
+
+
+# -- broken statements -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A wrong statement of the worker, or a wrong function of the database: ``right``, wherever it stands, became ``wrong``."""
+
+    name: str
+    right: str
+    wrong: str = ""
+
+    def statements(self) -> Mapping[str, str]:
+        """The worker's statements with this one broken."""
+        return {**STATEMENTS, self.name: self._broken(STATEMENTS[self.name])}
+
+    def break_function(self, url: str) -> None:
+        """The database's function, broken in this database only."""
+        with psycopg.connect(url, autocommit=True) as connection:
+            found = connection.execute("SELECT pg_get_functiondef(%s::regproc)", [self.name]).fetchone()
+            assert found is not None
+            connection.execute(self._broken(found[0]).encode())
+
+    def _broken(self, text: str) -> str:
+        assert self.right in text, f"{self.name} has changed: so must this broken model of it"
+        return text.replace(self.right, self.wrong)
+
+
+BROKEN: Final = {
+    "a completion under any generation": Broken(name="complete", right=" AND j.lease_generation = h.generation"),
+    "a completion by anyone": Broken(name="complete", right=" AND j.lease_owner = $1"),
+    "a completion of what is being cancelled": Broken(name="complete", right=" AND j.cancel_requested_at IS NULL"),
+    "a renewal of an expired lease": Broken(name="renew", right=" AND j.lease_expires_at > clock_timestamp()"),
+    "a renewal past the attempt's deadline": Broken(
+        name="renew", right="AND (j.attempt_deadline_at > clock_timestamp()) IS NOT FALSE"
+    ),
+    "a claim of spent jobs": Broken(name="claim", right="j.attempts < j.max_attempts", wrong="true"),
+    "a claim that leaves the lost attempt open": Broken(name="claim", right="AND a.finished_at IS NULL", wrong="AND false"),
+    "a failure without the run's event": Broken(name="fail", right="FROM ended AS e", wrong="FROM ended AS e WHERE false"),
+    "a release that counts": Broken(name="release", right="attempts = j.attempts - 1", wrong="attempts = j.attempts"),
+    "a reaper that forgets cancellations": Broken(
+        name="reap", right="WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'", wrong="WHEN false THEN 'cancelled'"
+    ),
+    "an event under an expired lease": Broken(name="append_event", right="WHERE h.lease_expires_at > clock_timestamp()"),
+    "a cancellation of any version": Broken(name="fencepost.cancel_run", right="expected_version <> run.version", wrong="false"),
+    "a key that is forgotten when it expires": Broken(
+        name="fencepost.accept", right="IF FOUND AND key.expired THEN", wrong="IF FOUND AND false THEN"
+    ),
+    "a replay of what was replayed": Broken(
+        name="fencepost.replay_run", right="WHEN new_run_id IS NOT NULL THEN", wrong="WHEN false THEN"
+    ),
+}
+FINDING: Final = settings(SETTINGS, max_examples=300, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_machine_catches(database_url: str, open_bench: OpenBench, name: str) -> None:
+    broken = BROKEN[name]
+    in_database = broken.name.startswith("fencepost.")
+    if in_database:
+        broken.break_function(database_url)
+    bench = open_bench(STATEMENTS if in_database else broken.statements())
+
+    with pytest.raises((AssertionError, asyncpg.PostgresError)):
+        drive(bench, FINDING)

@@ -167,9 +167,11 @@ class Calls:
         answer = await self._stores[worker].release(releases)
         return {handle_of(worker, key): settled.state for key, settled in answer.items()}
 
-    async def append(self, handle: Handle, event_type: str) -> int | None:
-        worker, (key,) = held([handle])
-        return await self._stores[worker].append_event(key, event_type, {"step": 1})
+    async def append(self, handles: Sequence[Handle], *, event_type: str) -> dict[Handle, int]:
+        worker, keys = held(handles)
+        store = self._stores[worker]
+        sequences = [await store.append_event(key, event_type, {"step": 1}) for key in keys]
+        return {handle_of(worker, key): sequence for key, sequence in zip(keys, sequences, strict=True) if sequence is not None}
 
     async def standing(self, handle: Handle) -> tuple[str, bool, bool, bool]:
         worker, (key,) = held([handle])

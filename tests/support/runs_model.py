@@ -295,18 +295,22 @@ class Model:
             answer[handle] = run.end("cancelled") if run.cancel_asked else run.queue_again(self.now)
         return answer
 
-    def append(self, handle: Handle, event_type: str) -> int | None:
+    def append(self, handles: Sequence[Handle], *, event_type: str) -> dict[Handle, int]:
         """The event's sequence."""
-        for _, run in self._held([handle]):
+        answer = {}
+        for handle, run in self._held(handles):
             run.events.append(event_type)
-            return len(run.events)
-        return None
+            answer[handle] = len(run.events)
+        return answer
+
+    def holds(self, handle: Handle) -> bool:
+        return self.runs[handle.run_id].held_by(handle, self.now)
 
     def standing(self, handle: Handle) -> tuple[str, bool, bool, bool]:
         """What a holder is told: the job's state, still held, left the lease under this generation, cancellation asked for."""
         run = self.runs[handle.run_id]
         left_here = run.job != "leased" and run.generation == handle.generation
-        return run.job, run.held_by(handle, self.now), left_here, run.cancel_asked
+        return run.job, self.holds(handle), left_here, run.cancel_asked
 
     # Upkeep and operators.
 
@@ -344,9 +348,12 @@ class Model:
         )  # fmt: skip
         return "replayed", new_id
 
+    def due_keys(self) -> list[Key]:
+        return [key for key in self.keys.values() if not key.tombstone and key.expires_at <= self.now]
+
     def expire_keys(self) -> int:
         """How many rows became tombstones."""
-        due = [key for key in self.keys.values() if not key.tombstone and key.expires_at <= self.now]
+        due = self.due_keys()
         for key in due:
             key.tombstone = True
         return sum(key.rows for key in due)
@@ -360,9 +367,6 @@ class Model:
 
     # Time.
 
-    def expire_key(self, tenant_id: str, key: str) -> None:
-        self.keys[tenant_id, key].expires_at = self.now
-
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
@@ -372,7 +376,7 @@ class Model:
     # What stands behind them.
 
     def _held(self, handles: Sequence[Handle]) -> list[tuple[Handle, Run]]:
-        return [(handle, self.runs[handle.run_id]) for handle in handles if self.runs[handle.run_id].held_by(handle, self.now)]
+        return [(handle, self.runs[handle.run_id]) for handle in handles if self.holds(handle)]
 
     def _ending(self, run: Run, delay: float | None, reason: str | None) -> str | None:
         """Why a failed attempt is the run's last one, None if it is not."""

@@ -7,7 +7,6 @@ What a handler notes and what it waits for stand in tables that the worker knows
 import asyncio
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
@@ -186,14 +185,10 @@ async def _forget(_context: RunContext, message: str) -> None:
     await asyncio.wait([asyncio.create_task(fail())])
 
 
-async def _print(_context: RunContext, message: str) -> None:
-    sys.stderr.write(message)
-
-
 _STEPS: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
     "note": _note, "wait": _wait, "ignore": _ignore, "tidy": _tidy, "block": _block, "thread": _thread, "fail": _fail,
-    "progress": _progress, "save": _save, "event": _event, "resume": _resume, "effect": _effect, "return": _return, "forget": _forget,
-    "print": _print,
+    "progress": _progress, "save": _save, "event": _event, "resume": _resume, "effect": _effect, "return": _return,
+    "forget": _forget,
 }  # fmt: skip
 
 
@@ -211,7 +206,7 @@ async def _shared() -> Any:
 async def _opened(gate: str) -> None:
     connection = await asyncpg.connect(os.environ[STAGE_URL])
     try:
-        while not await connection.fetchval("SELECT count(*) FROM stage.gates WHERE name = $1", gate):
+        while not await connection.fetchval("SELECT count(*) FROM stage.gates WHERE name = $1", gate):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
     finally:
         connection.terminate()

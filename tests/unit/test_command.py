@@ -1,8 +1,9 @@
 """A command is checked whole when it is built; its key's answer is judged without a database."""
 
+import base64
 import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -32,6 +33,7 @@ from producer_sdk.acceptance import (
     Answer,
     Patience,
     Submission,
+    _process_secrets,
     acceptances,
     persist,
     persist_async,
@@ -278,10 +280,30 @@ def test_a_run_without_a_key_needs_no_secrets() -> None:
     assert acceptance(key=UNKEYED, secrets=None).parameters()[-6:] == ([], [], [], 0, None, None)
 
 
+@pytest.fixture
+def fresh_process() -> Iterator[None]:
+    """Nobody has read the environment's secrets, before or after."""
+    _process_secrets.cache_clear()
+    yield
+    _process_secrets.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_process")
 def test_a_key_without_secrets_is_an_operators_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FENCEPOST_IDEMPOTENCY_SECRETS", raising=False)
     with pytest.raises(ConfigurationError, match="FENCEPOST_IDEMPOTENCY_SECRETS"):
         acceptance(secrets=None).parameters()
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_the_environments_secrets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FENCEPOST_IDEMPOTENCY_SECRETS", f"1:{base64.b64encode(b'1' * 32).decode()}")
+    monkeypatch.delenv("FENCEPOST_IDEMPOTENCY_WRITE", raising=False)
+    made = command()
+    given = acceptance(made, secrets=None).parameters()
+    assert given == acceptance(made, secrets=Secrets({1: b"1" * 32}, write=[1])).parameters()
+    monkeypatch.delenv("FENCEPOST_IDEMPOTENCY_SECRETS")
+    assert acceptance(made, secrets=None).parameters() == given
 
 
 def test_every_process_locks_the_versions_of_a_key_in_one_order() -> None:
