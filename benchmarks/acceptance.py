@@ -14,7 +14,7 @@ import psycopg
 
 from benchmarks import backlog
 from benchmarks.lab import Lab
-from benchmarks.measure import known_median, ratios
+from benchmarks.measure import known_median, median_and_range, ratios
 from benchmarks.meter import Meter
 from benchmarks.report import Report
 
@@ -86,11 +86,8 @@ def _window(lab: Lab, url: str, way: str, seconds: float) -> Window:
 
 
 def _figures(windows: Sequence[Window]) -> dict[str, float | None]:
-    rates = [window.commits_per_second for window in windows]
     return {
-        "commits_per_second": median(rates),
-        "commits_per_second_least": min(rates),
-        "commits_per_second_most": max(rates),
+        **median_and_range("commits_per_second", [window.commits_per_second for window in windows]),
         "client_cpu_us_per_commit": median(window.client_us for window in windows),
         "database_cpu_us_per_commit": known_median(window.postgres_us for window in windows),
         "client_share_of_cpu": known_median(

@@ -17,7 +17,7 @@ import psycopg
 from benchmarks import backlog, run_backlog
 from benchmarks.claim_cost import claim_cost
 from benchmarks.lab import BenchmarkFailed, Lab, Service
-from benchmarks.measure import known_median, ratios
+from benchmarks.measure import known_median, median_and_range, ratios
 from benchmarks.meter import Meter
 from benchmarks.report import Report
 from benchmarks.statement_count import StatementCount
@@ -136,9 +136,7 @@ def _spent(meter: Meter, rows: int) -> dict[str, Any]:
 
 def _figures(worked: Sequence[Worked]) -> dict[str, float | None]:
     return {
-        "jobs_per_second": median(one.rate for one in worked),
-        "jobs_per_second_least": min(one.rate for one in worked),
-        "jobs_per_second_most": max(one.rate for one in worked),
+        **median_and_range("jobs_per_second", [one.rate for one in worked]),
         "worker_cpu_us_per_job": median(one.worker_us for one in worked),
         "database_cpu_us_per_job": known_median(one.postgres_us for one in worked),
         "statements_per_job": known_median(one.statements for one in worked),

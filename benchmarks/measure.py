@@ -11,6 +11,7 @@ __all__ = [
     "each_us",
     "growth",
     "known_median",
+    "median_and_range",
     "percentile",
     "rate_between_marks",
     "ratios",
@@ -52,6 +53,11 @@ def known_median(values: Iterable[float | None]) -> float | None:
     """The median of what could be measured; None if nothing could."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def median_and_range(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median under ``name``, and beside it the least and the most."""
+    return {name: median(values), f"{name}_least": min(values), f"{name}_most": max(values)}
 
 
 def growth(with_it: float, without: float) -> float:

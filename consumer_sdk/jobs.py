@@ -19,7 +19,10 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A job leased to this worker. ``attempt_seconds`` is how long this attempt may take from its claim, None without bound."""
+    """A job leased to this worker. ``attempt_seconds`` is how long this attempt may take from its claim, None without bound.
+
+    ``round_ended_at``: the tenant at which the workflow's round over its tenants ended, where the claim made one.
+    """
 
     key: JobKey
     attempt: int
@@ -34,6 +37,7 @@ class Claim:
     iteration: int
     traceparent: str | None
     created_at: datetime
+    round_ended_at: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,8 @@
 -- What a worker does to jobs. One transition, one statement, on arrays: a batch costs one round trip and one commit.
 --
--- Every write under a lease names run, tenant, owner and generation and asks for a lease that has not run out. What comes
+-- Every write under a lease names run, tenant, owner and generation and asks for a lease that has not run out. That the job is
+-- leased is what having an owner means (0007's CHECK says so); asked for by `state` as well, the planner would read the index of all
+-- leased jobs instead of the key. What comes
 -- back is what was changed. Of a job that does not come back nothing was changed: it was lost, or somebody else holds its row
 -- for the moment; `why_lost` tells them apart.
 --
@@ -10,9 +12,9 @@
 
 -- name: claim
 -- Lease up to $2 ready jobs of the workflows $4 to owner $1 for $3. $5: for each workflow the longest that an attempt may
--- take, or null. $6: for each workflow the tenant that was served last.
--- Expired leases first. Then, if no more than $2 are ready, all of them; if there is a crowd, round robin over its tenants, so
--- that a flood of one tenant does not hold up the others. Oldest first within a tenant.
+-- take, or null. $6: for each workflow the tenant at which the last round ended.
+-- Expired leases first. Then, where more jobs are ready than can be taken, round robin over their tenants, so that a flood of
+-- one does not hold up the others; and whatever room is left goes to the oldest. Within a tenant oldest first.
 -- The time is read once, as a parameter of the plan: a volatile function in the conditions would keep the indexes from using it.
 WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS at),
 served AS MATERIALIZED (
@@ -32,33 +34,23 @@ crowd AS MATERIALIZED (
         SELECT FROM served AS w CROSS JOIN LATERAL (
             SELECT FROM fencepost.jobs AS j
             WHERE j.state = 'queued' AND j.workflow = w.workflow AND j.available_at <= (SELECT at FROM clock)
+              AND (j.deadline_at > (SELECT at FROM clock)) IS NOT FALSE AND j.attempts < j.max_attempts
             ORDER BY j.available_at, j.run_id LIMIT $2 + 1
         ) AS ready LIMIT $2 + 1
     ) AS ready
 ),
-oldest AS MATERIALIZED (
-    SELECT ready.run_id, ready.tenant_id FROM served AS w CROSS JOIN LATERAL (
-        SELECT j.run_id, j.tenant_id, j.available_at FROM fencepost.jobs AS j
-        WHERE j.state = 'queued' AND j.workflow = w.workflow AND j.available_at <= (SELECT at FROM clock)
-          AND (j.deadline_at > (SELECT at FROM clock)) IS NOT FALSE AND j.attempts < j.max_attempts
-        ORDER BY j.available_at, j.run_id LIMIT (SELECT jobs FROM wanted) FOR UPDATE SKIP LOCKED
-    ) AS ready
-    WHERE NOT (SELECT crowded FROM crowd)
-    LIMIT (SELECT jobs FROM wanted)
-),
-tenants AS MATERIALIZED (
-    SELECT w.workflow, t.tenant_id, row_number() OVER (PARTITION BY w.workflow ORDER BY t.turn) AS turn,
-           ceil((SELECT jobs FROM wanted)::numeric / count(*) OVER ())::bigint AS share
-    FROM served AS w CROSS JOIN LATERAL (
-        SELECT r.tenant_id, r.turn
-        FROM fencepost.ready_tenants(w.workflow, w.last_tenant, (SELECT at FROM clock), (SELECT jobs FROM wanted)::integer)
-            WITH ORDINALITY AS r(tenant_id, turn)
-    ) AS t
+walk AS MATERIALIZED (
+    SELECT w.workflow, r.tenant_id, r.ready, r.turn
+    FROM served AS w CROSS JOIN LATERAL fencepost.ready_tenants(
+        w.workflow, w.last_tenant, (SELECT at FROM clock), (SELECT jobs FROM wanted)::integer) WITH ORDINALITY AS r(tenant_id, ready, turn)
     WHERE (SELECT crowded FROM crowd)
 ),
+tenants AS MATERIALIZED (
+    SELECT t.workflow, t.tenant_id, t.turn, ceil((SELECT jobs FROM wanted)::numeric / count(*) OVER ())::bigint AS share
+    FROM (SELECT * FROM walk WHERE ready ORDER BY turn, workflow LIMIT (SELECT jobs FROM wanted)) AS t
+),
 fair AS MATERIALIZED (
-    SELECT ready.run_id, ready.tenant_id FROM (SELECT * FROM tenants ORDER BY turn, workflow LIMIT (SELECT jobs FROM wanted)) AS t
-    CROSS JOIN LATERAL (
+    SELECT ready.run_id, ready.tenant_id FROM tenants AS t CROSS JOIN LATERAL (
         SELECT j.run_id, j.tenant_id FROM fencepost.jobs AS j
         WHERE j.state = 'queued' AND j.workflow = t.workflow AND j.tenant_id = t.tenant_id AND j.available_at <= (SELECT at FROM clock)
           AND (j.deadline_at > (SELECT at FROM clock)) IS NOT FALSE AND j.attempts < j.max_attempts
@@ -66,7 +58,26 @@ fair AS MATERIALIZED (
     ) AS ready
     LIMIT (SELECT jobs FROM wanted)
 ),
-chosen AS (SELECT * FROM expired UNION ALL SELECT * FROM oldest UNION ALL SELECT * FROM fair),
+room AS MATERIALIZED (SELECT (SELECT jobs FROM wanted) - count(*) AS jobs, array_agg(run_id) AS taken FROM fair),
+oldest AS MATERIALIZED (
+    SELECT ready.run_id, ready.tenant_id FROM served AS w CROSS JOIN LATERAL (
+        SELECT j.run_id, j.tenant_id FROM fencepost.jobs AS j
+        WHERE j.state = 'queued' AND j.workflow = w.workflow AND j.available_at <= (SELECT at FROM clock)
+          AND (j.deadline_at > (SELECT at FROM clock)) IS NOT FALSE AND j.attempts < j.max_attempts
+          AND (j.run_id = ANY ((SELECT taken FROM room)::uuid[])) IS NOT TRUE
+        ORDER BY j.available_at, j.run_id LIMIT (SELECT jobs FROM room) FOR UPDATE SKIP LOCKED
+    ) AS ready
+    LIMIT (SELECT jobs FROM room)
+),
+-- Where each workflow's round ended: at the last tenant looked at, or, if not all that were ready got a share, at the last that did.
+places AS MATERIALIZED (
+    SELECT w.workflow,
+           CASE WHEN count(t.turn) = count(*) FILTER (WHERE w.ready) THEN (array_agg(w.tenant_id ORDER BY w.turn DESC))[1]
+                ELSE (array_agg(t.tenant_id ORDER BY t.turn DESC NULLS LAST))[1] END AS tenant_id
+    FROM walk AS w LEFT JOIN tenants AS t ON t.workflow = w.workflow AND t.turn = w.turn
+    GROUP BY w.workflow
+),
+chosen AS (SELECT * FROM expired UNION ALL SELECT * FROM fair UNION ALL SELECT * FROM oldest),
 lost AS (
     UPDATE fencepost.job_attempts AS a
     SET finished_at = (SELECT at FROM clock), renewed_at = j.lease_renewed_at, outcome = 'lost', error_code = 'lease_expired', decision = 'retry'
@@ -92,8 +103,9 @@ running AS (
     FROM leased AS l WHERE r.run_id = l.run_id AND r.tenant_id = l.tenant_id AND r.state = 'queued'
 )
 SELECT l.run_id, l.tenant_id, l.lease_generation, l.attempts, l.max_attempts, l.retry_delay, l.checkpoint, l.attempt_remaining,
-       r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at
+       r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at, p.tenant_id AS round_ended_at
 FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
+LEFT JOIN places AS p ON p.workflow = r.workflow
 ORDER BY l.available_at, l.run_id;
 
 -- name: renew
@@ -103,14 +115,14 @@ WITH held AS MATERIALIZED (
     SELECT j.run_id, j.tenant_id, h.generation, h.checkpoint
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $6::bytea[]) AS h(run_id, tenant_id, generation, checkpoint)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-    WHERE j.state = 'leased' AND j.lease_owner = $1
+    WHERE j.lease_owner = $1
     ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 )
 UPDATE fencepost.jobs AS j
 SET lease_expires_at = clock_timestamp() + $5, lease_renewed_at = clock_timestamp(), checkpoint = coalesce(h.checkpoint, j.checkpoint)
 FROM held AS h
 WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-  AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
+  AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
   AND (j.attempt_deadline_at > clock_timestamp()) IS NOT FALSE
 RETURNING j.run_id, j.tenant_id, j.lease_generation, j.cancel_requested_at IS NOT NULL AS cancel_requested;
 
@@ -124,7 +136,7 @@ WITH held AS MATERIALIZED (
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::bytea[], $6::interval[], $7::numeric[], $8::text[])
         AS h(run_id, tenant_id, generation, output, started_after, cost, usage)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-    WHERE j.state = 'leased' AND j.lease_owner = $1
+    WHERE j.lease_owner = $1
     ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 ),
 finished AS (
@@ -133,7 +145,7 @@ finished AS (
         cost_used = j.cost_used + coalesce(h.cost, 0)
     FROM held AS h
     WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-      AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp() AND j.cancel_requested_at IS NULL
+      AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp() AND j.cancel_requested_at IS NULL
     RETURNING j.run_id, j.tenant_id, j.lease_generation, j.attempts, j.finished_at, j.lease_renewed_at, h.output, h.started_after, h.cost, h.usage
 ),
 ended AS (
@@ -174,7 +186,7 @@ WITH held AS MATERIALIZED (
                 $10::interval[], $11::numeric[], $12::text[])
         AS h(held_run, held_tenant, generation, delay, reason, error_class, error_code, checkpoint, started_after, cost, usage)
     JOIN fencepost.jobs AS j ON j.run_id = h.held_run AND j.tenant_id = h.held_tenant AND j.lease_generation = h.generation
-    WHERE j.state = 'leased' AND j.lease_owner = $1
+    WHERE j.lease_owner = $1
     ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 ),
 finished AS (
@@ -187,7 +199,7 @@ finished AS (
         last_error_code = h.error_code, cost_used = j.cost_used + coalesce(h.cost, 0), checkpoint = coalesce(h.checkpoint, j.checkpoint)
     FROM held AS h
     WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-      AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
+      AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
     RETURNING j.run_id, j.tenant_id, j.lease_generation, j.state, j.attempts, j.lease_renewed_at, h.ending, h.delay, h.error_class,
               h.error_code, h.started_after, h.cost, h.usage
 ),
@@ -225,7 +237,7 @@ WITH held AS MATERIALIZED (
     SELECT j.run_id, j.tenant_id, h.generation, h.checkpoint, h.started_after
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::bytea[], $6::interval[]) AS h(run_id, tenant_id, generation, checkpoint, started_after)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-    WHERE j.state = 'leased' AND j.lease_owner = $1
+    WHERE j.lease_owner = $1
     ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
 ),
 released AS (
@@ -236,7 +248,7 @@ released AS (
         lease_owner = NULL, lease_expires_at = NULL, attempt_deadline_at = NULL
     FROM held AS h
     WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
-      AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
+      AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
     RETURNING j.run_id, j.tenant_id, j.lease_generation, j.state, j.attempts, j.lease_renewed_at, h.started_after
 ),
 ended AS (
@@ -321,7 +333,7 @@ SELECT f.run_id, f.tenant_id, f.workflow, f.state, f.ending AS reason FROM reape
 -- Append event $5 with detail $6 to run $2 of tenant $3, if owner $1 holds generation $4. The fence is the job's row, locked.
 WITH held AS MATERIALIZED (
     SELECT j.run_id, j.tenant_id, j.lease_generation, j.lease_expires_at FROM fencepost.jobs AS j
-    WHERE j.run_id = $2 AND j.tenant_id = $3 AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_generation = $4
+    WHERE j.run_id = $2 AND j.tenant_id = $3 AND j.lease_owner = $1 AND j.lease_generation = $4
     FOR UPDATE
 )
 SELECT fencepost.append_run_event(h.tenant_id, h.run_id, $5, $6::jsonb, h.lease_generation) AS sequence
@@ -331,7 +343,7 @@ FROM held AS h WHERE h.lease_expires_at > clock_timestamp();
 -- Whether owner $1 still holds run $2 of tenant $3 under generation $4; the job's row stays locked until the transaction ends.
 WITH held AS MATERIALIZED (
     SELECT j.lease_expires_at, j.cancel_requested_at FROM fencepost.jobs AS j
-    WHERE j.run_id = $2 AND j.tenant_id = $3 AND j.state = 'leased' AND j.lease_owner = $1 AND j.lease_generation = $4
+    WHERE j.run_id = $2 AND j.tenant_id = $3 AND j.lease_owner = $1 AND j.lease_generation = $4
     FOR UPDATE
 )
 SELECT 1 FROM held AS h WHERE h.lease_expires_at > clock_timestamp() AND h.cancel_requested_at IS NULL;

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence, Set
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -29,7 +29,7 @@ from fencepost.clock import lease_clock
 from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
 from fencepost.health import HealthServer
 
-__all__ = ["Worker", "last_of_round"]
+__all__ = ["Worker"]
 
 _log = structlog.get_logger(__name__)
 
@@ -50,14 +50,6 @@ _EXPIRE_MOST: Final = 1_000
 _GIVE_BACK_FRACTION: Final = 0.25
 _GIVE_BACK_MOST_SECONDS: Final = 5.0
 _END_SECONDS: Final = 1.0
-
-
-def last_of_round(tenants: Set[str], *, after: str) -> str:
-    """Of tenants that were served in turns beginning after ``after``, the one whose turn came last. Pure.
-
-    Turns go round in the database's order, which is that of bytes, as is Python's of text without surrogates.
-    """
-    return max(tenants, key=lambda tenant: (tenant <= after, tenant))
 
 
 def _jittered(seconds: float) -> float:
@@ -221,9 +213,7 @@ class Worker:
         self._metrics.statement("claim", self._database_seen_at - started)
         if claims:
             self._metrics.claimed(len(claims))
-        for workflow in {claim.workflow for claim in claims}:
-            tenants = {claim.key.tenant_id for claim in claims if claim.workflow == workflow}
-            self._last_tenants[workflow] = last_of_round(tenants, after=self._last_tenants.get(workflow, ""))
+        self._last_tenants |= {claim.workflow: claim.round_ended_at for claim in claims if claim.round_ended_at is not None}
         return claims
 
     def _start(self, claim: Claim, claimed_at: float, writer: RunWriter) -> None:

@@ -107,7 +107,7 @@ async def _inserted_at_once(connection: _Connection, text: str) -> None:
         )
 
 
-_WAYS: Final[Mapping[str, Callable[[_Connection, str], Awaitable[None]]]] = {
+WAYS: Final[Mapping[str, Callable[[_Connection, str], Awaitable[None]]]] = {
     "accept": _accepted,
     "replay": _replayed,
     "bare": _inserted,
@@ -145,7 +145,7 @@ async def acceptors(
             await _accept_known(pool[0], text)
         await ready_and_wait()
         began = time.process_time()
-        work = [partial(_WAYS[way], connection, text) for connection in pool]
+        work = [partial(WAYS[way], connection, text) for connection in pool]
         counts = await commit_repeatedly(work, seconds=seconds, warm_seconds=warm_seconds)
         return {**counts, "cpu_seconds": time.process_time() - began}
     finally:

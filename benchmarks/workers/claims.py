@@ -12,7 +12,6 @@ from benchmarks.run_backlog import ACCEPT_RUNS
 from benchmarks.workers import ready_and_wait, run_worker
 from consumer_sdk.jobs import Claim, Completion, Usage
 from consumer_sdk.run_store import RunStore, Served
-from consumer_sdk.worker import last_of_round
 
 #: The first finds a crowd of one too many and shares it out over the tenants; the second finds just what it wants.
 LIMITS: Final = (10, 1)
@@ -48,7 +47,7 @@ class Claimant:
         completions = [Completion(key=claim.key, output=_OUTPUT, started_after_seconds=0.0, usage=Usage()) for claim in claims]
         if len(await self._store.complete(completions)) != expected:
             raise RuntimeError("a lease was lost")
-        self._last_tenant = last_of_round({claim.key.tenant_id for claim in claims}, after=self._last_tenant)
+        self._last_tenant = next((claim.round_ended_at for claim in claims if claim.round_ended_at is not None), self._last_tenant)
 
     async def close(self) -> None:
         await self._connection.close()

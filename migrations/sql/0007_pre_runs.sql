@@ -34,12 +34,14 @@ CREATE TABLE fencepost.runs (
         AND (error_code IS NOT NULL) = (state = 'failed')
         AND (output IS NULL OR state = 'completed')
         AND (started_at IS NOT NULL OR state IN ('queued', 'failed', 'cancelled')))
-) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 20000);
+) WITH (
+    -- No index holds a column that changes, and a page has room for its rows once more: updates stay in the page (HOT).
+    fillfactor = 50, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 20000
+);
 COMMENT ON COLUMN fencepost.runs.version IS '+1 at every change of state: what a caller compares before it cancels';
 COMMENT ON COLUMN fencepost.runs.root_run_id IS 'First run of the lineage; replays and iterations share it';
 -- A lineage's runs; the roots themselves, nearly all of the rows, need no entry.
 CREATE INDEX runs_lineage_idx ON fencepost.runs (root_run_id, tenant_id, run_id) WHERE root_run_id <> run_id;
-CREATE INDEX runs_failed_idx ON fencepost.runs (finished_at) WHERE state = 'failed';
 
 -- Gapless per run: the sequence is drawn by updating the run's row, in the transaction that inserts the event.
 CREATE TABLE fencepost.run_events (
@@ -104,6 +106,7 @@ COMMENT ON COLUMN fencepost.jobs.dead_reason IS 'Why no further attempt is made'
 CREATE INDEX jobs_queued_idx ON fencepost.jobs (workflow, available_at, run_id) WHERE state = 'queued';
 CREATE INDEX jobs_tenant_idx ON fencepost.jobs (workflow, tenant_id, available_at, run_id) WHERE state = 'queued';
 CREATE INDEX jobs_leased_idx ON fencepost.jobs (lease_expires_at, run_id) WHERE state = 'leased';
+CREATE INDEX jobs_dead_idx ON fencepost.jobs (finished_at) WHERE state = 'dead';
 CREATE INDEX jobs_deadline_idx ON fencepost.jobs (deadline_at) WHERE state = 'queued' AND deadline_at IS NOT NULL;
 
 CREATE TABLE fencepost.job_attempts (
@@ -131,7 +134,7 @@ CREATE TABLE fencepost.job_attempts (
         AND (outcome IS NULL OR outcome IN ('completed', 'failed', 'cancelled', 'released', 'lost'))
         AND (decision IS NULL OR decision IN ('retry', 'dead')) AND (outcome = 'failed' OR error_code IS NULL OR outcome = 'lost')
         AND number > 0 AND generation > 0)
-) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 20000);
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 20000);
 COMMENT ON TABLE fencepost.job_attempts IS 'Every claimed execution, none overwritten by the next';
 
 -- key_hash is an HMAC over scope and key, fingerprint one over the request: neither can be guessed from a copy of the table.

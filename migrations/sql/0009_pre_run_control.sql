@@ -25,9 +25,9 @@ REVOKE ALL ON FUNCTION fencepost.append_run_event FROM PUBLIC;
 CREATE FUNCTION fencepost.check_actor(actor text, reason text) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
-    IF actor IS NULL OR octet_length(actor) NOT BETWEEN 1 AND 256 OR btrim(actor) = '' THEN
+    IF actor IS NULL OR octet_length(actor) NOT BETWEEN 1 AND 256 OR actor !~ '\S' THEN
         RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = 'fencepost: actor: must have 1 to 256 bytes; say who acts';
-    ELSIF reason IS NULL OR octet_length(reason) NOT BETWEEN 1 AND 2000 OR btrim(reason) = '' THEN
+    ELSIF reason IS NULL OR octet_length(reason) NOT BETWEEN 1 AND 2000 OR reason !~ '\S' THEN
         RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = 'fencepost: reason: must have 1 to 2000 bytes; say why';
     END IF;
 END
@@ -166,34 +166,34 @@ BEGIN
 END
 $$;
 
--- The tenants of a workflow that have ready jobs, round robin after the one that was served last; at most `most` of them, and
--- at most 1,000 looked at. One index probe a tenant.
-CREATE FUNCTION fencepost.ready_tenants(workflow text, after_tenant text, ready_at timestamptz, most integer) RETURNS SETOF text
+-- The tenants of a workflow that have ready jobs, round robin after the place where the last look ended; at most `most` of them, and
+-- at most 200 looked at, one index probe each. The last row is where this look ended, whether that tenant has ready jobs or not.
+CREATE FUNCTION fencepost.ready_tenants(workflow text, place text, ready_at timestamptz, most integer)
+RETURNS TABLE (tenant_id text, ready boolean)
 LANGUAGE plpgsql STABLE ROWS 10 SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_variable
 DECLARE
-    place text := after_tenant;
-    next_tenant text;
-    next_at timestamptz;
+    started text := place;
     wrapped boolean := false;
     found_ready integer := 0;
 BEGIN
-    FOR look IN 1 .. 1000 LOOP
-        SELECT j.tenant_id, j.available_at INTO next_tenant, next_at FROM fencepost.jobs AS j
+    FOR look IN 1 .. 200 LOOP
+        SELECT j.tenant_id, j.available_at <= ready_at INTO tenant_id, ready FROM fencepost.jobs AS j
         WHERE j.state = 'queued' AND j.workflow = workflow AND j.tenant_id > place
+          AND (j.deadline_at > ready_at) IS NOT FALSE AND j.attempts < j.max_attempts
         ORDER BY j.tenant_id, j.available_at, j.run_id LIMIT 1;
-        IF NOT FOUND OR (wrapped AND next_tenant > after_tenant) THEN
+        IF NOT FOUND OR (wrapped AND tenant_id > started) THEN
             EXIT WHEN wrapped;
             wrapped := true;
             place := '';
             CONTINUE;
         END IF;
-        place := next_tenant;
-        IF next_at <= ready_at THEN
-            RETURN NEXT next_tenant;
-            found_ready := found_ready + 1;
-            EXIT WHEN found_ready >= most;
+        place := tenant_id;
+        found_ready := found_ready + ready::integer;
+        IF ready OR look = 200 THEN
+            RETURN NEXT;
         END IF;
+        EXIT WHEN found_ready >= most;
     END LOOP;
 END
 $$;

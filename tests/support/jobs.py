@@ -44,6 +44,9 @@ WITH rows AS (
     SELECT r.run_id, r.tenant_id, r.run_id, $4, 1, 'runs', '{}', 1, CASE WHEN $6 THEN 'completed' ELSE 'queued' END,
            CASE WHEN $6 THEN clock_timestamp() END, CASE WHEN $6 THEN clock_timestamp() END
     FROM rows AS r
+), attempts AS (
+    INSERT INTO fencepost.job_attempts (run_id, tenant_id, generation, number, worker, claimed_at, finished_at, outcome)
+    SELECT r.run_id, r.tenant_id, 1, 1, 'before', clock_timestamp(), clock_timestamp(), 'completed' FROM rows AS r WHERE $6
 )
 INSERT INTO fencepost.jobs (run_id, tenant_id, workflow, available_at, max_attempts, state, finished_at, lease_generation, attempts)
 SELECT r.run_id, r.tenant_id, $4, clock_timestamp() + $5, 3, CASE WHEN $6 THEN 'completed' ELSE 'queued' END,

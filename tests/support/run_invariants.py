@@ -66,7 +66,7 @@ _ALL: Final = "\nUNION ALL\n".join(
 # What a look at the rows cannot show, because it is about two moments: the statement that does it fails. A test may move the
 # time of creation; the terminal event may draw its sequence after the state has changed.
 WATCH: Final = """
-CREATE FUNCTION public.watch_run() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION public.watch_run() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NEW.version < OLD.version OR NEW.event_sequence < OLD.event_sequence THEN
         RAISE EXCEPTION 'a run went back';
@@ -79,9 +79,9 @@ BEGIN
     RETURN NEW;
 END
 $$;
-CREATE TRIGGER watch BEFORE UPDATE ON fencepost.runs FOR EACH ROW EXECUTE FUNCTION public.watch_run();
+CREATE OR REPLACE TRIGGER watch BEFORE UPDATE ON fencepost.runs FOR EACH ROW EXECUTE FUNCTION public.watch_run();
 
-CREATE FUNCTION public.watch_job() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION public.watch_job() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NEW.lease_generation NOT IN (OLD.lease_generation, OLD.lease_generation + 1) THEN
         RAISE EXCEPTION 'a generation was skipped or used again';
@@ -91,7 +91,7 @@ BEGIN
     RETURN NEW;
 END
 $$;
-CREATE TRIGGER watch BEFORE UPDATE ON fencepost.jobs FOR EACH ROW EXECUTE FUNCTION public.watch_job();
+CREATE OR REPLACE TRIGGER watch BEFORE UPDATE ON fencepost.jobs FOR EACH ROW EXECUTE FUNCTION public.watch_job();
 """
 
 

@@ -44,7 +44,7 @@ SELECT r.run_id, r.state, r.version, ARRAY(SELECT e.type FROM fencepost.run_even
 FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)
 """
 HOURS_UNTIL: Final = """
-CREATE FUNCTION public.hours_until(at timestamptz) RETURNS integer LANGUAGE sql
+CREATE OR REPLACE FUNCTION public.hours_until(at timestamptz) RETURNS integer LANGUAGE sql
 AS $$ SELECT round(extract(epoch FROM at - clock_timestamp()) / 3600)::integer $$
 """
 # Every row of every table, to the last column.

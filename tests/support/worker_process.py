@@ -1,8 +1,9 @@
 """A worker as an operator runs it: `fencepost worker run` in a process of its own, with the handlers of worker_handlers.py."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from fencepost.devservices import free_port
 from fencepost.devservices.processes import Watchdog
@@ -15,12 +16,8 @@ HANDLERS: Final = "tests.support.worker_handlers:handlers"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-class WorkerFactory(Protocol):
-    """``start_worker(database_url, lease_seconds=1)``; ``stage_url`` is where the handlers' barriers are, if elsewhere."""
-
-    def __call__(
-        self, database_url: str, *, stage_url: str | None = None, handlers: str = HANDLERS, **settings: Setting
-    ) -> "WorkerProcess": ...
+#: ``start_worker(database_url, lease_seconds=1)``; ``stage_url`` is where the handlers' barriers are, if elsewhere.
+WorkerFactory = Callable[..., "WorkerProcess"]
 
 
 class WorkerProcess(ServiceProcess):
