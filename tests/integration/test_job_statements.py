@@ -1166,6 +1166,29 @@ async def test_many_tenants_with_nothing_ready_starve_nobody(crew: Crew) -> None
     assert served == ["now"] * 100
 
 
+async def test_a_tenant_behind_many_idle_ones_and_a_flood_is_reached(crew: Crew) -> None:
+    """The look at tenants is bounded for each claim and goes on where it ended: a round over all is a bounded number of claims."""
+    await fill(crew.database, 2_000, tenants=2_000, tenant="idle", ready_in=timedelta(hours=1))
+    await fill(crew.database, 1_000, tenant="flood")
+    await crew.runs.accept(tenant="zoe")
+    rounds = Rounds(await crew.hand())
+
+    served = [await rounds.claim(10) for _ in range(25)]
+
+    assert "zoe" in {tenant for claim in served for tenant in claim}
+    assert {len(claim) for claim in served} == {10}
+
+
+async def test_a_round_over_more_tenants_than_one_look_serves_each_once(crew: Crew) -> None:
+    """500 tenants with a flood each: after 50 claims of 10 every one of them has had one job."""
+    await fill(crew.database, 500 * 4, tenants=500)
+    rounds = Rounds(await crew.hand())
+
+    served = [tenant for _ in range(50) for tenant in await rounds.claim(10)]
+
+    assert len(served) == len(set(served)) == 500
+
+
 async def test_what_is_ready_of_several_workflows_shares_the_slots(crew: Crew) -> None:
     """One workflow's flood leaves the other its turn."""
     await fill(crew.database, 300, workflow="flood", tenant="a")
