@@ -43,7 +43,7 @@ class Handler:
 
     def parse(self, payload: bytes) -> object:
         """The run's input as the handler takes it. Raises ``ValueError`` (pydantic's among them) if it does not fit."""
-        return json.loads(payload) if self.model is None else self.model.model_validate_json(payload)
+        return json.loads(payload.decode()) if self.model is None else self.model.model_validate_json(payload)
 
 
 class Handlers:

@@ -1,7 +1,6 @@
 """Writes what attempts end in: batched, tried again while the lease may be trusted, and told apart when nothing was changed."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, cast
@@ -152,8 +151,10 @@ class RunWriter:
         async def once() -> Settled:
             return await write() or await self._settled_already(statement, key)
 
-        with contextlib.suppress(TransientError):
+        try:
             return await once()
+        except TransientError:
+            self._metrics.database_error(statement)
 
         def over(_: RetryCallState) -> bool:
             self._metrics.database_error(statement)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
@@ -38,6 +39,9 @@ _MEASURE_SECONDS: Final = 5.0
 _DEPTH_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 500
 _MOST_HEARD_OF: Final = 1_000
+_MOST_FRAMES: Final = 12
+# From so many slots on a claim takes half of them, so that one half is executed while the other is claimed.
+_CLAIMS_HALF_FROM: Final = 50
 _LOOP_STALLED_SECONDS: Final = 30.0
 # Past its deadline the database renews an attempt no more, and a lost lease cannot be renewed.
 _NOT_RENEWED: Final = frozenset({StopReason.LEASE_LOST, StopReason.ATTEMPT_DEADLINE})
@@ -70,6 +74,8 @@ class Worker:
         self._settings = settings
         self.worker_id = f"{settings.worker_name}/{secrets.token_hex(8)}"
         self._metrics = WorkerMetrics(version=__version__, worker_id=self.worker_id, workflows=sorted(self._handlers))
+        slots = settings.worker_concurrency
+        self._claim_most = min(slots if slots < _CLAIMS_HALF_FROM else -(-slots // 2), _MOST_AT_ONCE)
         self._attempts: dict[JobKey, Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_tenants: dict[str, str] = {}
@@ -192,7 +198,7 @@ class Worker:
             self._rung.clear()  # before the claim, so that a ring during it is kept
             try:
                 claimed_at = lease_clock()
-                claims = await self._claim(store, min(free, _MOST_AT_ONCE))
+                claims = await self._claim(store, min(free, self._claim_most))
                 for claim in claims:
                     self._start(claim, claimed_at, writer)
                 if not claims and not (bell is not None and await bell.armed_anew()):
@@ -410,6 +416,10 @@ class Worker:
         if isinstance(fault, ConfigurationError):
             raise fault
         if fault is not None:
+            # The frames and the class, not the message: a PostgreSQL error's detail quotes rows.
+            frames = traceback.extract_tb(fault.__traceback__)[-_MOST_FRAMES:]
+            stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+            _log.error("worker_failed", error_class=type(fault).__name__, stack=stack)
             raise InvariantViolated("a part of the worker failed in an unforeseen way; the process ends") from fault
 
     async def _pause(self, seconds: float) -> None:

@@ -61,19 +61,27 @@ class WorkerMetrics:
             ["statement"], registry=registry)  # fmt: skip
         self._listening = Gauge("fencepost_worker_listening", "1 while the LISTEN connection is up", registry=registry)
         self._expired_keys = Counter("fencepost_expired_keys", "Idempotency keys turned into tombstones", registry=registry)
+        self._series: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         for kind in ("ring", "poll"):
             self._wakeups.labels(kind)
         for workflow in workflows:
             for outcome in _OUTCOMES:
                 self._attempts.labels(workflow, outcome)
 
+    def _ended_series(self, workflow: str, outcome: str) -> tuple[Counter, Histogram]:
+        """Looked up once: a look-up an attempt would cost more than the counting."""
+        if (workflow, outcome) not in self._series:
+            self._series[workflow, outcome] = self._attempts.labels(workflow, outcome), self._seconds.labels(workflow)
+        return self._series[workflow, outcome]
+
     def _workflow(self, workflow: str) -> str:
         return workflow if workflow in self._workflows else _OTHER
 
     @guarded
     def attempt_ended(self, workflow: str, outcome: str, seconds: float) -> None:
-        self._attempts.labels(self._workflow(workflow), outcome).inc()
-        self._seconds.labels(self._workflow(workflow)).observe(max(seconds, 0.0))
+        counter, histogram = self._ended_series(self._workflow(workflow), outcome)
+        counter.inc()
+        histogram.observe(max(seconds, 0.0))
 
     @guarded
     def attempt_failed(self, workflow: str, kind: str) -> None:
