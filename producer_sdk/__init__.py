@@ -31,10 +31,11 @@ from fencepost.errors import (
     RunNotFound,
     TransactionRequired,
 )
+from fencepost.secrets import Secrets
 from producer_sdk.acceptance import Accepted, Submission
 from producer_sdk.command import Command
 from producer_sdk.event import Event
-from producer_sdk.identity import UNKEYED, Scope, Secrets
+from producer_sdk.identity import UNKEYED, Scope
 from producer_sdk.runs import Cancellation, Run
 
 __all__ = [

@@ -14,9 +14,10 @@ from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
 from fencepost.errors import IdempotencyConflict, IdempotencyError, InProgress, InvalidCommand, KeyExpired
+from fencepost.secrets import Secrets
 from producer_sdk.command import Command
 from producer_sdk.command_rules import check_seconds
-from producer_sdk.identity import CURRENT_PROFILE, Scope, Secrets, Unkeyed, check_key, fingerprint, key_hash
+from producer_sdk.identity import CURRENT_PROFILE, Scope, Unkeyed, check_key, fingerprint, key_hash
 
 __all__ = [
     "KEY_RETENTION_SECONDS",

@@ -7,6 +7,7 @@ from uuid import UUID
 import asyncpg
 
 from fencepost.errors import IdempotencyError, InvalidCommand, TransactionRequired
+from fencepost.secrets import Secrets
 from producer_sdk.acceptance import (
     KEY_RETENTION_SECONDS,
     Acceptance,
@@ -20,7 +21,7 @@ from producer_sdk.acceptance import (
 )
 from producer_sdk.command import Command
 from producer_sdk.event import Event
-from producer_sdk.identity import Scope, Secrets, Unkeyed
+from producer_sdk.identity import Scope, Unkeyed
 from producer_sdk.runs import Cancellation, Run, cancel_parameters, cancelled, read_parameters, run_from
 from producer_sdk.writing import (
     ACCEPT,

@@ -11,10 +11,11 @@ from django.db import DEFAULT_DB_ALIAS, Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from fencepost.errors import ConfigurationError, InvalidCommand, InvalidEvent, InvalidInput, TransactionRequired
+from fencepost.secrets import Secrets
 from producer_sdk.acceptance import KEY_RETENTION_SECONDS, Acceptance, Accepted, Answer, Patience, persist
 from producer_sdk.command import Command
 from producer_sdk.event import Event
-from producer_sdk.identity import Scope, Secrets, Unkeyed
+from producer_sdk.identity import Scope, Unkeyed
 from producer_sdk.runs import Cancellation, Run, cancel_parameters, cancelled, read_parameters, run_from
 from producer_sdk.writing import (
     ABORTED,

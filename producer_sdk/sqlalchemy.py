@@ -17,10 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from fencepost.errors import ConfigurationError, InvalidCommand, InvalidEvent, InvalidInput, TransactionRequired
+from fencepost.secrets import Secrets
 from producer_sdk.acceptance import KEY_RETENTION_SECONDS, Acceptance, Accepted, Answer, Patience, persist, persist_async
 from producer_sdk.command import Command
 from producer_sdk.event import Event
-from producer_sdk.identity import Scope, Secrets, Unkeyed
+from producer_sdk.identity import Scope, Unkeyed
 from producer_sdk.runs import Cancellation, Run, cancel_parameters, cancelled, read_parameters, run_from
 from producer_sdk.writing import (
     ABORTED,

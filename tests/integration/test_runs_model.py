@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
@@ -21,9 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from uuid_utils.compat import uuid7
 
+from fencepost.errors import FencepostError
 from producer_sdk import Secrets
+from tests.support.runs_crowd import Caller, Record
 from tests.support.runs_database import STATEMENTS, Calls, prepare
-from tests.support.runs_model import HOUR, Handle, Model, Proposal, Run
+from tests.support.runs_model import HOUR, Handle, Model, Proposal, Run, Seen
 
 TENANTS: Final = ("acme", "zeta")
 WORKERS: Final = ("w1", "w2")
@@ -436,150 +438,60 @@ def test_the_machine_finds_out(database_url: str, open_bench: OpenBench, name: s
 
 # -- workers that call at once ---------------------------------------------------------------------------------------------
 
-CROWD: Final = 6
-CALLS: Final = 120
-FEW: Final = 6
-SOON: Final = 1 * HOUR
+CROWD: Final = tuple(f"w{number}" for number in range(6))
+# Nobody locks a job that it claims: two have it at once.
+UNLOCKED: Final = {**STATEMENTS, "claim": STATEMENTS["claim"].replace("FOR UPDATE SKIP LOCKED", "")}
 
 
-@dataclass(kw_only=True)
-class Record:
-    """What everyone was told, and what all of them may use: the same few runs, and every handle that was ever given out."""
-
-    runs: list[Proposal] = field(default_factory=list)
-    handles: list[Handle] = field(default_factory=list)
-    created: list[tuple[str, str]] = field(default_factory=list)
-    ended_attempts: list[tuple[Handle, str]] = field(default_factory=list)
-    ended_runs: list[tuple[UUID, str]] = field(default_factory=list)
-
-
-class Caller:
-    """One of a crowd: it has connections of its own and makes its calls in an order that its seed decides."""
-
-    def __init__(self, calls: Calls, worker: str, seed: int, record: Record) -> None:
-        self.calls = calls
-        self.worker = worker
-        self.choice = random.Random(f"{seed}/{worker}")
-        self.record = record
-
-    async def work(self) -> None:
-        verbs = [
-            self.accept, self.claim, self.claim, self.claim, self.renew, self.complete, self.complete, self.fail, self.fail,
-            self.release, self.append, self.cancel, self.replay, self.reap, self.expire_lease,
-        ]  # fmt: skip
-        await self.accept()
-        for _ in range(CALLS):
-            await self.choice.choice(verbs)()
-
-    async def accept(self) -> None:
-        key = self.choice.choice(["k1", "k2", "k3"])
-        proposal = Proposal(
-            run_id=uuid7(),
-            tenant_id=self.choice.choice(TENANTS),
-            workflow="report",
-            request="a",
-            max_attempts=self.choice.randint(1, 4),
-        )
-        outcome, _ = await self.calls.accept(proposal, key, secrets=self.choice.choice(PHASES), retention=24 * HOUR)
-        if outcome == "created":
-            self.record.created.append((proposal.tenant_id, key))
-            self.record.runs.append(proposal)
-        assert outcome in ("created", "replayed", "in_progress")
-
-    async def claim(self) -> None:
-        answer = await self.calls.claim(
-            self.worker, workflows=["report"], limit=self.choice.choice([1, 2, 9]), lease=SOON, attempt_limit=None, last_tenant=""
-        )
-        self.record.handles += answer
-
-    def some_handles(self) -> list[Handle]:
-        """Mostly the newest, and in any order, so that locks are asked for in any order."""
-        mine = [handle for handle in self.record.handles if handle.worker == self.worker]
-        recent = mine[-FEW:] if self.choice.random() < 0.8 else mine
-        return self.choice.sample(recent, min(len(recent), self.choice.choice([1, 1, 2, FEW])))
-
-    async def renew(self) -> None:
-        if handles := self.some_handles():
-            await self.calls.renew(handles, lease=SOON, checkpoint=b"c")
-
-    async def complete(self) -> None:
-        if handles := self.some_handles():
-            for handle in await self.calls.complete(handles, output=b"{}", cost=None):
-                self.ended(handle, "completed", "completed")
-
-    async def fail(self) -> None:
-        if handles := self.some_handles():
-            delay = self.choice.choice([0, 0, 0, None])
-            answer = await self.calls.fail(handles, delay=delay, reason=None, error_code="e", cost=None, checkpoint=None)
-            for handle, (state, _) in answer.items():
-                self.ended(handle, "cancelled" if state == "cancelled" else "failed", state)
-
-    async def release(self) -> None:
-        if handles := self.some_handles():
-            for handle, state in (await self.calls.release(handles, checkpoint=None)).items():
-                self.ended(handle, "cancelled" if state == "cancelled" else "released", state)
-
-    def ended(self, handle: Handle, outcome: str, job: str) -> None:
-        self.record.ended_attempts.append((handle, outcome))
-        if job != "queued":
-            self.record.ended_runs.append((handle.run_id, job))
-
-    async def append(self) -> None:
-        if handles := self.some_handles():
-            await self.calls.append(handles, event_type="workflow.step")
-
-    async def cancel(self) -> None:
-        if self.record.runs and self.choice.random() < 0.5:
-            run = self.choice.choice(
-                self.record.runs or [Proposal(run_id=uuid7(), tenant_id="acme", workflow="report", request="a")]
-            )
-            outcome, _, _ = await self.calls.cancel(run.tenant_id, run.run_id, self.choice.choice([None, 1, 2, 3]))
-            if outcome == "cancelled":
-                self.record.ended_runs.append((run.run_id, "cancelled"))
-
-    async def replay(self) -> None:
-        for run in self.choice.sample(self.record.runs, min(len(self.record.runs), 3)):
-            outcome, new_id = await self.calls.replay(run.tenant_id, run.run_id, uuid7(), limit=50, retention=24 * HOUR)
-            if outcome == "replayed" and new_id:
-                self.record.runs.append(replace(run, run_id=new_id))
-
-    async def reap(self) -> None:
-        await self.calls.reap()
-
-    async def expire_lease(self) -> None:
-        if self.record.handles:
-            await self.calls.expire_lease(self.choice.choice(self.record.handles[-FEW:]).run_id)
-
-
-@pytest.mark.parametrize("_", range(3))
-async def test_workers_at_once_end_each_attempt_and_each_run_once(database_url: str, _: int) -> None:
-    """JOB-6, JOB-18, JOB-19, KEY-16, J40: whoever comes first, one answer is true for all, and no call deadlocks."""
+async def call_at_once(url: str, *, calls_each: int, statements: Mapping[str, str] = STATEMENTS) -> None:
+    """Everyone calls; then what they were told must be true together, and of the rows."""
     seed = random.getrandbits(32)
     print(f"seed {seed}")
-    await prepare(database_url)
-    names = [f"w{number}" for number in range(CROWD)]
-    everyone = [await Calls.open(database_url, workers=[name]) for name in names]
+    await prepare(url)
+    everyone = [await Calls.open(url, workers=[name], statements=statements) for name in CROWD]
     record = Record()
+    callers = [Caller(calls, name, seed, record) for calls, name in zip(everyone, CROWD, strict=True)]
+    working = [asyncio.create_task(caller.work(calls_each)) for caller in callers]
     try:
-        await asyncio.gather(*(Caller(calls, name, seed, record).work() for calls, name in zip(everyone, names, strict=True)))
+        await asyncio.gather(*working)
         seen = await everyone[0].seen()
-        violated = await everyone[0].violations()
+        assert await everyone[0].violations() == []
     finally:
+        for work in working:
+            work.cancel()
+        await asyncio.wait(working)
         for calls in everyone:
             await calls.close()
+    check(record, seen)
 
-    assert violated == []
+
+def check(record: Record, seen: Mapping[UUID, Seen]) -> None:
+    print(
+        f"{len(seen)} runs, {len(record.handles)} claims, {len(record.ended_attempts)} attempts and {len(record.ended_runs)} runs ended"
+    )
     assert most(record.created) == 1, "a key began two runs"
+    assert most(record.handles) == 1, "a generation was given out twice"
     assert most([handle for handle, _ in record.ended_attempts]) == 1, "an attempt ended twice"
     assert most([run_id for run_id, _ in record.ended_runs]) == 1, "a run ended twice"
     for handle, outcome in record.ended_attempts:
         assert seen[handle.run_id].outcomes[handle.generation - 1] == outcome
     for run_id, job in record.ended_runs:
         assert seen[run_id].job == job
-    assert most(record.handles) == 1, "a generation was given out twice"
-    assert sum(len(run.outcomes) for run in seen.values()) == len(record.handles), "a claim was not told"
+    assert sum(run.generation for run in seen.values()) == len(record.handles), "a claim was told to nobody"
 
 
 def most(told: Sequence[Hashable]) -> int:
     """How often the most frequent one was told."""
     return max(Counter(told).values())
+
+
+@pytest.mark.parametrize("_", range(3))
+async def test_workers_at_once_end_each_attempt_and_each_run_once(database_url: str, _: int) -> None:
+    """JOB-6, JOB-18, JOB-19, KEY-16, J40: whoever comes first, one answer is true for all, and no call deadlocks."""
+    await call_at_once(database_url, calls_each=300)
+
+
+async def test_a_claim_that_locks_nothing_is_found_out(database_url: str) -> None:
+    """The model that must fail, by as many calls as it takes and more."""
+    with pytest.raises((AssertionError, asyncpg.PostgresError, FencepostError)):
+        await call_at_once(database_url, calls_each=1000, statements=UNLOCKED)

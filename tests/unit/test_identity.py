@@ -22,12 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, computed_field, fi
 
 from fencepost.canonical_json import MAX_DEPTH, canonical_json, parse_json
 from fencepost.errors import ConfigurationError, InvalidInput, InvalidJson, KeyInvalid, KeyMissing
+from fencepost.secrets import Secrets
 from producer_sdk import identity
 from producer_sdk.identity import (
     CURRENT_PROFILE,
     UNKEYED,
     Scope,
-    Secrets,
     Unkeyed,
     check_key,
     fingerprint,
