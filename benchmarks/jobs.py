@@ -30,7 +30,6 @@ _DEFAULT_CONCURRENCY: Final = 10
 # Its jobs take so much longer that a part of them takes as long.
 _PROCRASTINATE_SHARE: Final = 8
 _PROCRASTINATE_CONCURRENCY: Final = (10, 50, 200)
-_PROCRASTINATE_CONNECTIONS: Final = 20
 _PROCRASTINATE_RATE: Final = """
 SELECT count(*) FILTER (WHERE type = 'succeeded'),
        extract(epoch FROM max(at) FILTER (WHERE type = 'succeeded') - min(at) FILTER (WHERE type = 'started'))::float8
@@ -112,10 +111,9 @@ def _until_done(worker: Service, connection: "psycopg.Connection[Any]") -> None:
 
 def _procrastinate(lab: Lab, rows: int, concurrency: int) -> Worked:
     url = lab.services.create_database()
-    parameters = {"rows": rows, "concurrency": concurrency, "connections": min(concurrency, _PROCRASTINATE_CONNECTIONS)}
     try:
         with (
-            lab.worker("procrastinate_jobs", database_url=url, **parameters) as worker,
+            lab.worker("procrastinate_jobs", database_url=url, rows=rows, concurrency=concurrency) as worker,
             psycopg.connect(url, autocommit=True) as connection,
         ):
             counted, meter = StatementCount(connection), Meter(lab, connection)

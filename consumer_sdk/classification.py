@@ -19,6 +19,9 @@ from typing import ClassVar, Final, Literal
 
 from fencepost.errors import (
     ConfigurationError,
+    EffectFailed,
+    EffectMismatch,
+    EffectUnknown,
     IdempotencyError,
     InProgress,
     InvalidInput,
@@ -30,7 +33,7 @@ from fencepost.errors import (
     TransientError,
 )
 
-__all__ = ["Ambiguous", "Failure", "Kind", "Retryable", "Terminal", "classify"]
+__all__ = ["Ambiguous", "Failure", "Kind", "Retryable", "Terminal", "classify", "proven"]
 
 Kind = Literal["retryable", "terminal", "ambiguous"]
 
@@ -104,6 +107,8 @@ _UNEXPECTED: Final = _Verdict("retryable", "unexpected")
 #: Fencepost's own errors; a subclass stands before its base.
 _OURS: Final[tuple[tuple[type[Exception], _Verdict], ...]] = (
     (TransientError, _Verdict("retryable", "transient")),
+    (EffectUnknown, _Verdict("retryable", "effect_unknown")),  # the ledger repeats nothing, however often it is asked
+    (EffectMismatch, _Verdict("terminal", "effect_mismatch")),
     (InProgress, _Verdict("retryable", InProgress.code)),
     (IdempotencyError, _Verdict("terminal", IdempotencyError.code)),
     (InvalidInput, _Verdict("terminal", "invalid_input")),
@@ -115,6 +120,8 @@ _OURS: Final[tuple[tuple[type[Exception], _Verdict], ...]] = (
     (TransactionRequired, _Verdict("terminal", "transaction_required")),
 )
 
+#: Codes of failures before anything was sent.
+_NOTHING_SENT: Final = frozenset({"not_connected", "connect_timeout", "pool_timeout"})
 _NOT_CONNECTED: Final = _Verdict("retryable", "not_connected")  # nothing was sent
 _CONNECT_TIMEOUT: Final = _Verdict("retryable", "connect_timeout")
 _LOST: Final = _Verdict("ambiguous", "connection_lost")  # it was sent, perhaps
@@ -178,6 +185,18 @@ def classify(error: BaseException) -> Failure:
     return max((_classify_one(member) for member in _members(error)), key=lambda failure: _SEVERITY[failure.kind])
 
 
+def proven(error: Exception) -> Kind:
+    """As ``classify`` for a call that may have had an effect: what is not proven is ambiguous.
+
+    Proof is an author's own word (``Retryable``: it did nothing; ``Terminal``: it was refused), an HTTP status, and a
+    connection that never came about. Any other error may have come after the effect.
+    """
+    failure = classify(error)
+    stated = any(isinstance(link, _Stated) for link in _chain(error))
+    told = failure.code.startswith("http_") or failure.code in _NOTHING_SENT
+    return failure.kind if stated or told else "ambiguous"
+
+
 def _classify_one(error: Exception) -> Failure:
     verdict = next((known for link in _chain(error) if (known := _recognise(link))), _UNEXPECTED)
     return Failure(kind=verdict.kind, code=verdict.code, error_class=_class_name(error), retry_after=verdict.retry_after)
@@ -214,6 +233,8 @@ def _recognise(error: Exception) -> _Verdict | None:
 def _stated(error: Exception) -> _Verdict | None:
     if isinstance(error, _Stated):
         return _Verdict(error.kind, error.code, error.retry_after)
+    if isinstance(error, EffectFailed):
+        return _Verdict("terminal", error.code)
     verdict = next((verdict for ours, verdict in _OURS if isinstance(error, ours)), None)
     return _Verdict(verdict.kind, error.code) if verdict and isinstance(error, IdempotencyError) else verdict
 

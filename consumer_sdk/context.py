@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 from uuid import UUID
 
+from consumer_sdk.effects import Call, CallLimits, EffectKey
+from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from consumer_sdk.jobs import Claim, Completion, Usage
 from fencepost.clock import lease_clock
 from fencepost.errors import InvalidCommand, TransactionRequired
@@ -18,10 +20,10 @@ from fencepost.errors import InvalidCommand, TransactionRequired
 if TYPE_CHECKING:
     import asyncpg
 
-__all__ = ["MAX_CHECKPOINT_BYTES", "MAX_OUTPUT_BYTES", "AttemptState", "RunContext", "RunWriter", "encoded"]
+__all__ = ["MAX_CHECKPOINT_BYTES", "AttemptState", "RunContext", "RunWriter"]
 
-MAX_OUTPUT_BYTES: Final = 1_000_000
 MAX_CHECKPOINT_BYTES: Final = 100_000
+_DEFAULT_LIMITS: Final = CallLimits()
 _MAX_EVENT_BYTES: Final = 100_000
 _MOST_USED: Final = 1e15
 _MOST_NAMES: Final = 50
@@ -37,6 +39,7 @@ class RunWriter(Protocol):
     async def append_event(self, claim: Claim, event_type: str, detail: Mapping[str, object]) -> int: ...
     async def save_checkpoint(self, state: "AttemptState") -> None: ...
     def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
+    async def once(self, claim: Claim, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object: ...
 
 
 class AttemptState:
@@ -185,6 +188,31 @@ class RunContext:
         encoded("detail", detail or {}, most=_MAX_EVENT_BYTES)
         return await self._writer.append_event(self._state.claim, f"workflow.{name}", detail or {})
 
+    async def once(
+        self,
+        operation: str,
+        *,
+        request: object,
+        call: Call,
+        limits: CallLimits = _DEFAULT_LIMITS,
+        step: str | None = None,
+        occurrence: int = 0,
+    ) -> object:
+        """Make an outside effect happen once for this run, its retries and its replays, and return its result.
+
+        ``call`` gets an ``Effect``: pass its ``key`` as the provider's idempotency key. ``request`` is what the effect is for;
+        the same operation with another request raises ``EffectMismatch``. ``step`` defaults to the workflow; a step that runs
+        more than once numbers its ``occurrence``.
+
+        Raises ``EffectFailed`` for a refusal, this time's or a recorded one; ``EffectUnknown`` while nobody knows the answer;
+        ``LeaseLost``; and what ``call`` raised, where it surely did nothing. Register a reconciler for operations whose answer
+        can get lost.
+        """
+        self._refuse_after_completion()
+        claim = self._state.claim
+        key = EffectKey(str(claim.root_run_id), self.tenant_id, claim.iteration, step or claim.workflow, occurrence, operation)
+        return await self._writer.once(claim, key, request=request, call=call, limits=limits)
+
     async def complete(self, output: object = None) -> None:
         """Complete the run now, instead of by the handler's return. Raises ``LeaseLost`` if it is no longer held.
 
@@ -224,16 +252,3 @@ class RunContext:
         """The open transaction holds the job's row from the completion on: another connection would wait for it in vain."""
         if self._state.completing:
             raise TransactionRequired("the run is completed in this transaction, as its last statement; do this before")
-
-
-def encoded(field: str, value: object, *, most: int) -> bytes:
-    """``value`` as JSON; a pydantic model by its own rules. Raises ``InvalidCommand`` that names the limit and no content."""
-    try:
-        dump = getattr(value, "model_dump_json", None)
-        text = dump() if dump is not None else json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        payload = str(text).encode()
-    except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no value may end the worker
-        raise InvalidCommand(field, "must be a value that JSON can hold", "convert it first") from None
-    if len(payload) > most:
-        raise InvalidCommand(field, f"{len(payload)} bytes exceed the limit of {most}", "store it elsewhere and keep a reference")
-    return payload

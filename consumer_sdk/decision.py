@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from enum import Enum
 
 from consumer_sdk.classification import Failure, classify
-from consumer_sdk.context import MAX_OUTPUT_BYTES, AttemptState, encoded
+from consumer_sdk.context import AttemptState
+from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from consumer_sdk.jobs import Completion, FailedAttempt, Release
 from consumer_sdk.retry import Retry
 from fencepost.errors import InvalidCommand

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from consumer_sdk.context import RunContext
+from consumer_sdk.effects import Reconciler
 from consumer_sdk.retry import Retry
 from fencepost.errors import ConfigurationError
 
@@ -19,6 +20,7 @@ _MOST_SECONDS: Final = 366 * 86_400.0
 
 HandlerFunction = Callable[[RunContext, Any], Coroutine[Any, Any, object]]
 _Function = TypeVar("_Function", bound=HandlerFunction)
+_Reconciler = TypeVar("_Reconciler", bound=Reconciler)
 
 
 @runtime_checkable
@@ -59,6 +61,27 @@ class Handlers:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
+        self._reconcilers: dict[str, Reconciler] = {}
+
+    def reconciler(self, operation: str) -> Callable[[_Reconciler], _Reconciler]:
+        """Register the decorated coroutine function as the one that asks the provider what became of an effect::
+
+        @handlers.reconciler("stripe.charge")
+        async def charge_state(effect: Effect) -> Applied | Absent | None: ...
+        """
+        if operation in self._reconcilers:
+            raise ConfigurationError(f"operation {operation}: has a reconciler already; register each operation once")
+
+        def register(function: _Reconciler) -> _Reconciler:
+            _check_function(f"operation {operation}: the reconciler", function)
+            self._reconcilers[operation] = function
+            return function
+
+        return register
+
+    @property
+    def reconcilers(self) -> Mapping[str, Reconciler]:
+        return dict(self._reconcilers)
 
     @property
     def by_workflow(self) -> Mapping[str, Handler]:
@@ -86,7 +109,7 @@ class Handlers:
             _check_seconds(f"workflow {workflow}: {name}", seconds)
 
         def register(function: _Function) -> _Function:
-            _check_function(workflow, function)
+            _check_function(f"workflow {workflow}: the handler", function)
             self._handlers[workflow] = Handler(
                 workflow=workflow,
                 function=function,
@@ -100,9 +123,9 @@ class Handlers:
         return register
 
 
-def _check_function(workflow: str, function: object) -> None:
+def _check_function(what: str, function: object) -> None:
     if not inspect.iscoroutinefunction(function):
-        raise ConfigurationError(f"workflow {workflow}: the handler must be an `async def` function")
+        raise ConfigurationError(f"{what} must be an `async def` function")
 
 
 def _check_seconds(name: str, seconds: float | None) -> None:

@@ -10,12 +10,16 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from consumer_sdk.batching import Batcher
 from consumer_sdk.context import AttemptState
+from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
+from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Settled, Standing
+from consumer_sdk.ledger import Ledger
 from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
 from consumer_sdk.worker_metrics import WorkerMetrics
 from fencepost.clock import lease_clock
-from fencepost.database import translated
+from fencepost.database import StatementPool, translated
 from fencepost.errors import LeaseLost, TransientError
+from fencepost.secrets import Secrets
 
 __all__ = ["RunWriter"]
 
@@ -37,6 +41,8 @@ class RunWriter:
         lease_seconds: float,
         concurrency: int,
         pooler: bool,
+        reconcilers: Mapping[str, Reconciler],
+        secrets: Secrets | None,
         metrics: WorkerMetrics,
     ) -> None:
         self._store = store
@@ -44,6 +50,10 @@ class RunWriter:
         self._database_url = database_url
         self._lease_seconds = lease_seconds
         self._pooler = pooler
+        self._reconcilers = reconcilers
+        self._secrets = secrets
+        self._effects: StatementPool | None = None
+        self._ledger: Ledger | None = None
         self._transactions = min(concurrency, _MOST_TRANSACTIONS)
         self._metrics = metrics
         self._pool: asyncpg.Pool[asyncpg.Record] | None = None
@@ -118,10 +128,35 @@ class RunWriter:
         finally:
             await pool.release(connection, timeout=self._lease_seconds)
 
+    async def once(self, claim: Claim, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
+        """Make an outside effect of the run happen once."""
+        ledger = await self._opened_ledger()
+        fence = RunFence(claim.key.run_id, self._worker_id, claim.key.generation)
+        reconciler = self._reconcilers.get(key.operation)
+        return await ledger.once(key, fence, request=request, call=call, limits=limits, reconciler=reconciler)
+
     async def close(self) -> None:
         """Close the handlers' connections."""
         if self._pool is not None:
             self._pool.terminate()
+        if self._effects is not None:
+            await self._effects.close()
+
+    async def _opened_ledger(self) -> Ledger:
+        """The ledger has connections of its own: handlers that wait for it must not wait in the way of renewals."""
+        async with self._opening:
+            if self._ledger is None:
+                secrets = self._secrets or Secrets.from_environment()
+                self._effects = await StatementPool.open(
+                    self._database_url,
+                    EFFECT_STATEMENTS,
+                    role=ROLE,
+                    size=self._transactions,
+                    timeout_seconds=self._lease_seconds,
+                    server_settings={"application_name": "fencepost-ledger"},
+                )
+                self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets)
+        return self._ledger
 
     async def _handlers_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
         async with self._opening:

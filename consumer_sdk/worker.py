@@ -7,9 +7,9 @@ that cannot be renewed ends its handler by this machine's clock, before the data
 import asyncio
 import contextlib
 import random
-import secrets
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
+from secrets import token_hex
 from typing import Any, Final
 from uuid import UUID
 
@@ -29,6 +29,7 @@ from fencepost import __version__
 from fencepost.clock import lease_clock
 from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
 from fencepost.health import HealthServer
+from fencepost.secrets import Secrets
 
 __all__ = ["Worker"]
 
@@ -64,15 +65,18 @@ def _jittered(seconds: float) -> float:
 class Worker:
     """Executes the runs that ``handlers`` has handlers for. ``run`` returns after ``stop``, and raises on what a restart must mend.
 
+    ``secrets`` bind outside effects to their requests; they default to the environment's, read when the first is asked for.
     ``worker_id`` is the owner of its leases: the name with a nonce, so that a restarted worker is another owner.
     """
 
-    def __init__(self, handlers: Handlers, settings: WorkerSettings) -> None:
+    def __init__(self, handlers: Handlers, settings: WorkerSettings, *, secrets: Secrets | None = None) -> None:
         self._handlers = handlers.by_workflow
+        self._reconcilers = handlers.reconcilers
+        self._secrets = secrets
         if not self._handlers:
             raise ConfigurationError("the worker has no handlers: register at least one workflow")
         self._settings = settings
-        self.worker_id = f"{settings.worker_name}/{secrets.token_hex(8)}"
+        self.worker_id = f"{settings.worker_name}/{token_hex(8)}"
         self._metrics = WorkerMetrics(version=__version__, worker_id=self.worker_id, workflows=sorted(self._handlers))
         slots = settings.worker_concurrency
         self._claim_most = min(slots if slots < _CLAIMS_HALF_FROM else -(-slots // 2), _MOST_AT_ONCE)
@@ -154,6 +158,8 @@ class Worker:
             lease_seconds=settings.worker_lease_seconds,
             concurrency=settings.worker_concurrency,
             pooler=settings.worker_wakeup == "poll",
+            reconcilers=self._reconcilers,
+            secrets=self._secrets,
             metrics=self._metrics,
         )
         bell: WorkerBell | None = None

@@ -16,6 +16,10 @@
     - ``RunChanged``: the run's version is not the one that the caller expected; read it again.
     - ``RunEnded``: the run is already in a terminal state, which the error names.
     - ``ReplayRefused``: the run may not be run anew; the message says why.
+    - ``EffectError``: what the ledger says of an outside effect; nothing was sent.
+        - ``EffectUnknown``: it was sent and its answer is not known; reconcile it, nothing repeats until then.
+        - ``EffectMismatch``: it was recorded for another request; the handler's code changed under a run.
+        - ``EffectFailed``: the provider refused it for good; the answer is recorded and stands.
     - ``TransactionRequired``: the producer's code; the event would not share the domain rows' fate.
     - ``TransientError``: nobody; wait and try again.
     - ``PermanentError``: this row; it cannot be published as it is.
@@ -28,6 +32,10 @@ from typing import ClassVar
 __all__ = [
     "ConfigurationError",
     "DuplicateEvent",
+    "EffectError",
+    "EffectFailed",
+    "EffectMismatch",
+    "EffectUnknown",
     "FencepostError",
     "IdempotencyConflict",
     "IdempotencyError",
@@ -140,6 +148,26 @@ class RunEnded(FencepostError):
 
 class ReplayRefused(FencepostError):
     """Dead work may not be run anew; nothing was changed."""
+
+
+class EffectError(FencepostError):
+    """The ledger stands between the handler and an outside effect; nothing was sent."""
+
+
+class EffectUnknown(EffectError):
+    """The effect was sent and nobody knows its answer. It is not repeated until a reconciler or a person has said what happened."""
+
+
+class EffectMismatch(EffectError):
+    """The effect is recorded for another request than this one; the record is unchanged."""
+
+
+class EffectFailed(EffectError):
+    """The provider refused the effect for good, now or at an earlier attempt. ``code`` is what the failure was recorded as."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"the provider refused the effect: {code}")
+        self.code = code
 
 
 class TransactionRequired(FencepostError):

@@ -63,9 +63,11 @@ async def claims(kafka: str, databases: Mapping[str, str], rounds: int) -> dict[
                 await claimant.round(counts=False)
         await ready_and_wait()
         gc.freeze()
+        turns = list(claimants.values())
         for _ in range(rounds):
-            for claimant in claimants.values():
+            for claimant in turns:
                 await claimant.round(counts=True)
+            turns.append(turns.pop(0))  # nobody always comes after the same other
         return {name: claimant.milliseconds for name, claimant in claimants.items()}
     finally:
         for claimant in claimants.values():

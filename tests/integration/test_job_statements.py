@@ -15,7 +15,7 @@ import asyncpg
 import pytest
 from uuid_utils.compat import uuid7
 
-from consumer_sdk.jobs import Claim, JobKey, Reaped, Settled, Standing, Usage
+from consumer_sdk.jobs import Claim, JobKey, Reaped, Release, Settled, Standing, Usage
 from consumer_sdk.run_store import RunStore, Served
 from fencepost.errors import TransientError
 from tests.support.jobs import LEASE_SECONDS, SQL, STEPS, VERBS, Crew, Hand, break_step, completion, failed, fill
@@ -95,6 +95,41 @@ async def test_a_claim_takes_the_oldest_of_the_workflows_it_serves(crew: Crew) -
     claimed = [key.run_id for _ in range(3) for key in await hand.claim(2)]
 
     assert claimed == [ids[1], ids[3], ids[0], ids[2]]
+
+
+async def test_the_version_rises_with_each_change_of_the_runs_state(crew: Crew) -> None:
+    """What a caller compares before it cancels: a retry is no change of the run, its end is one."""
+    hand = await crew.hand()
+    completed, failed_, retried = [await crew.runs.accept() for _ in range(3)]
+    keys = {key.run_id: key for key in await hand.claim(3)}
+    assert await hand.complete(keys[completed])
+    assert await hand.fail(keys[failed_])
+    assert await hand.retry(keys[retried])
+    again = await hand.claim_one()
+    assert (await run_of(crew, retried))["version"] == 2
+    assert await crew.runs.cancel(retried, version=1) == "changed"
+    assert await crew.runs.cancel(retried, version=2) == "requested"
+    assert await hand.release(again)
+
+    versions = [(await run_of(crew, run_id))["version"] for run_id in (completed, failed_, retried)]
+    assert versions == [3, 3, 4]
+
+
+async def test_a_checkpoint_stays_until_a_newer_one_comes(crew: Crew) -> None:
+    """JOB-17's half in the database: neither a renewal nor a failure nor a stop without one takes it away."""
+    run_id = await crew.runs.accept(max_attempts=9)
+    hand = await crew.hand()
+    key = await hand.claim_one()
+    assert await hand.checkpoint(key)
+    assert await hand.renew(key)
+    for end in (hand.retry, hand.release):
+        assert await end(key)
+        (claim,) = await hand.claims()
+        assert claim.checkpoint == b"of A"
+        key = claim.key
+    newer = Release(key=key, checkpoint=b"newer", started_after_seconds=0)
+    assert await hand.store.release([newer])
+    assert (await job_of(crew, run_id))["checkpoint"] == b"newer"
 
 
 HALF_STATES: Final = {

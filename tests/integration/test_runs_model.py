@@ -17,8 +17,14 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, Phase, currently_in_test_context, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test as run_machine
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from uuid_utils.compat import uuid7
 
 from fencepost.errors import FencepostError
@@ -170,8 +176,9 @@ class Machine(RuleBasedStateMachine):
         lease=leases, attempt_limit=st.sampled_from([None, 1 * HOUR]), last_tenant=st.sampled_from(["", *TENANTS]),
     )  # fmt: skip
     def claim(
-        self, worker: str, workflows: tuple[str, ...], limit: int, lease: float, attempt_limit: float | None, last_tenant: str
-    ) -> None:
+        self, worker: str = "w1", workflows: Sequence[str] = WORKFLOWS, limit: int = 100, lease: float = 4 * HOUR,
+        attempt_limit: float | None = None, last_tenant: str = "",
+    ) -> None:  # fmt: skip
         terms: dict[str, Any] = {"workflows": workflows, "limit": limit, "lease": lease, "attempt_limit": attempt_limit}
         self.model.tick()
         answer = self.bench.run(self.bench.calls.claim(worker, last_tenant=last_tenant, **terms))
@@ -179,16 +186,17 @@ class Machine(RuleBasedStateMachine):
         assert answer == self.model.claim(worker, [handle.run_id for handle in answer], **terms)
         self.handles += answer
 
-    # Hypothesis leaves rules out of an example, each with some probability: without a claim it would be a dull one.
+    # As rules of their own, because Hypothesis leaves any rule out of an example with some probability, and one without claims
+    # would be dull.
     @precondition(lambda self: bool(self.alive()))
     @rule(worker=workers, attempt_limit=st.sampled_from([None, 1 * HOUR]))
     def claim_all(self, worker: str = "w1", attempt_limit: float | None = None) -> None:
-        self.claim(worker, WORKFLOWS, 100, 4 * HOUR, attempt_limit, "")
+        self.claim(worker, attempt_limit=attempt_limit)
 
     @precondition(lambda self: bool(self.alive()))
     @rule(worker=workers, last_tenant=st.sampled_from(["", *TENANTS]))
     def claim_one(self, worker: str = "w1", last_tenant: str = "") -> None:
-        self.claim(worker, WORKFLOWS, 1, 4 * HOUR, None, last_tenant)
+        self.claim(worker, limit=1, last_tenant=last_tenant)
 
     @rule(turn=turns, stale=stale, lease=leases, checkpoint=checkpoints)
     def renew(self, turn: int = 0, stale: bool = False, lease: float = 4 * HOUR, checkpoint: bytes | None = None) -> None:
@@ -197,6 +205,10 @@ class Machine(RuleBasedStateMachine):
     @rule(turn=turns, stale=stale, cost=costs)
     def complete(self, turn: int = 0, stale: bool = False, cost: float | None = None) -> None:
         self.under_lease("complete", [self.handle(turn, stale)], output=b"{}", cost=cost)
+
+    @rule(turn=turns, stale=stale)
+    def complete_with_effect(self, turn: int = 0, stale: bool = False) -> None:
+        self.under_lease("complete_with_effect", [self.handle(turn, stale)])
 
     @rule(turn=turns, stale=stale, delay=st.sampled_from([0, 0, 1 * HOUR, 9 * HOUR]), cost=costs, checkpoint=checkpoints)
     def fail(
@@ -288,11 +300,6 @@ def pick(turn: int, among: Sequence[Item]) -> Item:
     return among[turn % len(among)]
 
 
-def drive(bench: Bench, how: settings) -> None:
-    factory: Any = lambda: Machine(bench)  # noqa: E731 - Hypothesis reads where it is written
-    run_machine(factory, settings=how)
-
-
 OpenBench = Callable[..., Bench]
 
 
@@ -313,7 +320,18 @@ def open_bench(database_url: str) -> Iterator[OpenBench]:
 def test_whatever_is_called_the_runs_stand_as_the_contract_says(open_bench: OpenBench) -> None:
     """JOB-5, JOB-6, JOB-7, JOB-10, JOB-18, JOB-21, KEY-10, KEY-18, J20 to J40: and a stale handle changes nothing, ever."""
     bench = open_bench()
-    drive(bench, SETTINGS)
+    factory: Any = lambda: Machine(bench)  # noqa: E731 - Hypothesis reads the source of a lambda, and of no partial
+    run_state_machine_as_test(factory, settings=SETTINGS)
+
+
+def test_a_crowd_is_shared_by_its_tenants(open_bench: OpenBench) -> None:
+    """J64: each tenant has its share of a claim, also of one that cannot be divided; the model judges."""
+    machine = Machine(open_bench())
+    for tenant in ("acme", "beta", "zeta") * 3:
+        machine.accept(tenant=tenant)
+
+    for limit in (4, 2, 3):
+        machine.claim(limit=limit)
 
 
 # -- broken statements, and the calls by which the machine finds each out --------------------------------------------------
@@ -354,26 +372,23 @@ CLAIM: Final = call("claim_all")
 EXPIRE: Final = call("expire_lease")
 BROKEN: Final = {
     "a completion under any generation": Broken(
-        name="complete", right="j.lease_generation = h.generation",
-        wrong="true",
+        name="complete", right="j.lease_generation = h.generation", wrong="true",
         calls=[BEGIN, CLAIM, EXPIRE, CLAIM, call("complete", stale=True)],
     ),
     "a completion by anyone": Broken(
-        name="complete", right="j.lease_owner = $1",
-        wrong="$1::text IS NOT NULL",
+        name="complete", right="j.lease_owner = $1", wrong="$1::text IS NOT NULL",
         calls=[BEGIN, CLAIM, call("forge", worker="w2"), call("complete", turn=1, stale=True)],
     ),
     "a completion of what is being cancelled": Broken(
-        name="complete", right="j.cancel_requested_at IS NULL",
-        wrong="true", calls=[BEGIN, CLAIM, call("cancel"), call("complete")],
+        name="complete", right="j.cancel_requested_at IS NULL", wrong="true",
+        calls=[BEGIN, CLAIM, call("cancel"), call("complete")],
     ),
     "a renewal of an expired lease": Broken(
-        name="renew", right="j.lease_expires_at > clock_timestamp()",
-        wrong="true", calls=[BEGIN, CLAIM, EXPIRE, call("renew", stale=True)],
+        name="renew", right="j.lease_expires_at > clock_timestamp()", wrong="true",
+        calls=[BEGIN, CLAIM, EXPIRE, call("renew", stale=True)],
     ),
     "a renewal past the attempt's deadline": Broken(
-        name="renew", right="(j.attempt_deadline_at > clock_timestamp()) IS NOT FALSE",
-        wrong="true",
+        name="renew", right="(j.attempt_deadline_at > clock_timestamp()) IS NOT FALSE", wrong="true",
         calls=[BEGIN, call("claim_all", attempt_limit=1 * HOUR), call("pass_time"), call("renew")],
     ),
     "a claim of spent jobs": Broken(
@@ -383,8 +398,8 @@ BROKEN: Final = {
         name="claim", right="a.finished_at IS NULL", wrong="false", calls=[BEGIN, CLAIM, EXPIRE, CLAIM],
     ),
     "a claim of what nobody may attempt any more": Broken(
-        name="claim", right="j.cancel_requested_at IS NULL",
-        wrong="true", calls=[BEGIN, CLAIM, call("cancel"), EXPIRE, CLAIM],
+        name="claim", right="j.cancel_requested_at IS NULL", wrong="true",
+        calls=[BEGIN, CLAIM, call("cancel"), EXPIRE, CLAIM],
     ),
     "a failure without the run's event": Broken(
         name="fail", right="FROM ended AS e", wrong="FROM ended AS e WHERE false", calls=[BEGIN, call("fail_for_good")],
@@ -401,8 +416,7 @@ BROKEN: Final = {
         calls=[BEGIN, CLAIM, call("cancel"), EXPIRE, call("reap")],
     ),
     "an event under an expired lease": Broken(
-        name="append_event", right="h.lease_expires_at > clock_timestamp()",
-        wrong="true",
+        name="append_event", right="h.lease_expires_at > clock_timestamp()", wrong="true",
         calls=[BEGIN, CLAIM, EXPIRE, call("append", stale=True)],
     ),
     "a cancellation of any version": Broken(
@@ -466,17 +480,19 @@ async def call_at_once(url: str, *, calls_each: int, statements: Mapping[str, st
 
 
 def check(record: Record, seen: Mapping[UUID, Seen]) -> None:
-    print(
-        f"{len(seen)} runs, {len(record.handles)} claims, {len(record.ended_attempts)} attempts and {len(record.ended_runs)} runs ended"
-    )
+    ended = f"{len(record.ended_attempts)} attempts and {len(record.ended_runs)} runs ended"
+    print(f"{len(seen)} runs, {len(record.handles)} claims, {ended}")
     assert most(record.created) == 1, "a key began two runs"
     assert most(record.handles) == 1, "a generation was given out twice"
     assert most([handle for handle, _ in record.ended_attempts]) == 1, "an attempt ended twice"
     assert most([run_id for run_id, _ in record.ended_runs]) == 1, "a run ended twice"
+    assert most(record.appended) == 1, "a sequence was given twice"
     for handle, outcome in record.ended_attempts:
         assert seen[handle.run_id].outcomes[handle.generation - 1] == outcome
     for run_id, job in record.ended_runs:
         assert seen[run_id].job == job
+    for run_id, run in seen.items():
+        assert run.effects == (run.output == b"effect"), f"{run_id} has {run.effects} effects"
     assert sum(run.generation for run in seen.values()) == len(record.handles), "a claim was told to nobody"
 
 

@@ -21,7 +21,8 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
-from consumer_sdk.context import MAX_OUTPUT_BYTES, RunContext
+from consumer_sdk.context import RunContext
+from consumer_sdk.encoding import MAX_OUTPUT_BYTES
 from consumer_sdk.handlers import Handlers
 from consumer_sdk.retry import Retry
 from consumer_sdk.worker import Worker

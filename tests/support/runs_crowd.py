@@ -28,6 +28,7 @@ class Record:
     created: list[tuple[str, str]] = field(default_factory=list)
     ended_attempts: list[tuple[Handle, str]] = field(default_factory=list)
     ended_runs: list[tuple[UUID, str]] = field(default_factory=list)
+    appended: list[tuple[UUID, int]] = field(default_factory=list)
 
 
 class Caller:
@@ -40,9 +41,10 @@ class Caller:
         self.record = record
 
     async def work(self, calls: int) -> None:
+        often = [self.accept, self.claim, self.fail]
         verbs = [
-            self.accept, self.accept, self.accept, self.claim, self.claim, self.claim, self.renew, self.complete, self.fail, self.fail,
-            self.release, self.append, self.cancel, self.replay, self.reap, self.expire_lease,
+            *often, *often, self.accept, self.claim, self.renew, self.complete, self.complete_with_effect, self.release, self.append, self.cancel, self.replay,
+            self.reap, self.expire_lease,
         ]  # fmt: skip
         await self.accept()
         for _ in range(calls):
@@ -84,6 +86,10 @@ class Caller:
             for handle in await self.calls.complete(handles, output=b"{}", cost=None):
                 self.ended(handle, "completed", "completed")
 
+    async def complete_with_effect(self) -> None:
+        for handle in await self.calls.complete_with_effect(self.some_handles()[:1]):
+            self.ended(handle, "completed", "completed")
+
     async def fail(self) -> None:
         if handles := self.some_handles():
             delay = self.choice.choice([0, 0, 0, None])
@@ -103,13 +109,12 @@ class Caller:
 
     async def append(self) -> None:
         if handles := self.some_handles():
-            await self.calls.append(handles, event_type="workflow.step")
+            answer = await self.calls.append(handles, event_type="workflow.step")
+            self.record.appended += [(handle.run_id, sequence) for handle, sequence in answer.items()]
 
     async def cancel(self) -> None:
         if self.record.runs and self.choice.random() < 0.5:
-            run = self.choice.choice(
-                self.record.runs or [Proposal(run_id=uuid7(), tenant_id="acme", workflow="report", request="a")]
-            )
+            run = self.choice.choice(self.record.runs)
             outcome, _, _ = await self.calls.cancel(run.tenant_id, run.run_id, self.choice.choice([None, 1, 2, 3]))
             if outcome == "cancelled":
                 self.record.ended_runs.append((run.run_id, "cancelled"))

@@ -10,7 +10,7 @@ import asyncpg
 
 import producer_sdk.asyncpg
 from consumer_sdk.jobs import Completion, FailedAttempt, JobKey, Release, Usage
-from consumer_sdk.run_store import ROLE, RunStore, Served
+from consumer_sdk.run_store import ROLE, RunStore, Served, complete_within
 from fencepost.database import StatementPool
 from fencepost.errors import IdempotencyConflict, InProgress, KeyExpired, RunChanged, RunEnded, RunNotFound
 from fencepost.statements import load_statements
@@ -23,6 +23,7 @@ __all__ = ["STATEMENTS", "Calls", "prepare"]
 STATEMENTS: Final = load_statements("consumer_sdk", "runs.sql")
 EMPTY: Final = """
 DELETE FROM fencepost.idempotency_keys; DELETE FROM fencepost.job_replays; DELETE FROM fencepost.runs; DELETE FROM fencepost.outbox;
+DELETE FROM public.effects;
 """
 PASS_TIME: Final = """
 WITH jobs AS (
@@ -38,11 +39,12 @@ SELECT r.run_id, r.state, r.version, ARRAY(SELECT e.type FROM fencepost.run_even
        r.error_code, r.output, r.cancel_requested_at IS NOT NULL AS cancel_asked, j.state AS job, j.attempts,
        j.lease_generation AS generation, j.lease_owner AS owner, ARRAY(SELECT a.outcome FROM fencepost.job_attempts AS a
            WHERE a.run_id = r.run_id AND a.tenant_id = r.tenant_id ORDER BY a.generation) AS outcomes,
-       j.dead_reason, j.checkpoint, j.cost_used::float8 AS cost,
+       j.dead_reason, j.checkpoint, j.cost_used::float8 AS cost, (SELECT count(*) FROM public.effects AS f WHERE f.run_id = r.run_id) AS effects,
        CASE j.state WHEN 'queued' THEN hours_until(j.available_at) END AS ready_in,
        hours_until(j.lease_expires_at) AS lease_ends_in, hours_until(j.deadline_at) AS deadline_in
 FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)
 """
+EFFECTS: Final = "CREATE TABLE IF NOT EXISTS public.effects (run_id uuid NOT NULL)"
 HOURS_UNTIL: Final = """
 CREATE OR REPLACE FUNCTION public.hours_until(at timestamptz) RETURNS integer LANGUAGE sql
 AS $$ SELECT round(extract(epoch FROM at - clock_timestamp()) / 3600)::integer $$
@@ -58,7 +60,7 @@ async def prepare(url: str) -> None:
     """What the tests' own statements need in a migrated database."""
     connection = await asyncpg.connect(url)
     try:
-        await connection.execute(WATCH + HOURS_UNTIL)
+        await connection.execute(f"{WATCH};{HOURS_UNTIL};{EFFECTS}")
     finally:
         await connection.close()
 
@@ -145,6 +147,19 @@ class Calls:
         usage = Usage(cost=cost)
         completions = [Completion(key=key, output=output, started_after_seconds=0, usage=usage) for key in keys]
         return frozenset(handle_of(worker, key) for key in await self._stores[worker].complete(completions))
+
+    async def complete_with_effect(self, handles: Sequence[Handle]) -> frozenset[Handle]:
+        return frozenset([handle for handle in handles if await self._complete_with_effect(handle)])
+
+    async def _complete_with_effect(self, handle: Handle) -> bool:
+        worker, (key,) = held([handle])
+        transaction = self._connection.transaction()
+        await transaction.start()
+        await self._connection.execute("INSERT INTO public.effects (run_id) VALUES ($1)", handle.run_id)
+        completion = Completion(key=key, output=b"effect", started_after_seconds=0, usage=Usage())
+        done = await complete_within(self._connection, worker, completion)
+        await (transaction.commit() if done else transaction.rollback())
+        return done
 
     async def fail(
         self, handles: Sequence[Handle], *, delay: float | None, reason: str | None, error_code: str, cost: float | None,

@@ -53,6 +53,7 @@ class Seen(NamedTuple):
     dead_reason: str | None
     checkpoint: bytes | None
     cost: float
+    effects: int
     ready_in: int | None
     lease_ends_in: int | None
     deadline_in: int | None
@@ -102,6 +103,7 @@ class Run:
     retry_delay: float | None = None
     checkpoint: bytes | None = None
     cost: float = 0
+    effects: int = 0
 
     @property
     def generation(self) -> int:
@@ -160,7 +162,7 @@ class Run:
         return Seen(
             state=self.state, version=self.version, events=tuple(self.events), error_code=self.error_code, output=self.output,
             cancel_asked=self.cancel_asked, job=self.job, attempts=self.attempts, generation=self.generation, owner=self.owner,
-            outcomes=tuple(self.outcomes), dead_reason=self.dead_reason, checkpoint=self.checkpoint, cost=self.cost,
+            outcomes=tuple(self.outcomes), dead_reason=self.dead_reason, checkpoint=self.checkpoint, cost=self.cost, effects=self.effects,
             ready_in=hours(self.available_at) if self.job == "queued" else None,
             lease_ends_in=hours(self.lease_ends_at) if self.job == "leased" else None,
             deadline_in=hours(self.deadline_at),
@@ -269,6 +271,13 @@ class Model:
             run.stop("completed")
             run.end("completed")
         return frozenset(handle for handle, _ in done)
+
+    def complete_with_effect(self, handles: Sequence[Handle]) -> frozenset[Handle]:
+        """A row of the caller's and the completion, both or neither."""
+        done = self.complete(handles, output=b"effect", cost=None)
+        for handle in done:
+            self.runs[handle.run_id].effects += 1
+        return done
 
     def fail(
         self, handles: Sequence[Handle], *, delay: float | None, reason: str | None, error_code: str, cost: float | None,
@@ -400,30 +409,26 @@ class Model:
         return run.die(ending, ending if ending in ("deadline_exceeded", "cost_exhausted") else error_code)
 
     def _check_choice(self, chosen: Sequence[Run], workflows: Sequence[str], limit: int) -> None:
-        """Expired leases first, oldest first; then all that is ready, or of a crowd at least one and each tenant's share."""
+        """As many as there are and were asked for: expired leases first, oldest first, then what is ready, shared by tenants."""
         open_to_all = [
             run for run in self.runs.values()
             if run.workflow in workflows and not (run.spent() or run.late(self.now) or run.cancel_asked)
         ]  # fmt: skip
         expired = {run.run_id: run.lease_ends_at for run in open_to_all if run.lease_over(self.now)}
-        ready = {run.run_id: run for run in open_to_all if run.job == "queued" and run.available_at <= self.now}
+        ready = [run for run in open_to_all if run.job == "queued" and run.available_at <= self.now]
         taken = {run.run_id for run in chosen}
-        assert taken <= expired.keys() | ready.keys(), "a job was claimed that nobody may have"
+        assert taken <= expired.keys() | {run.run_id for run in ready}, "a job was claimed that nobody may have"
+        assert len(taken) == min(limit, len(expired) + len(ready)), "a job was passed over"
         assert len(taken & expired.keys()) == min(limit, len(expired)), "an expired lease was passed over"
         assert _oldest_first(taken, expired), "a lease that expired later was preferred"
-        self._check_shares(taken & ready.keys(), ready, limit - len(taken & expired.keys()))
+        self._check_shares(taken, ready, limit - len(taken & expired.keys()))
 
-    def _check_shares(self, taken: set[UUID], ready: dict[UUID, Run], room: int) -> None:
-        assert len(taken) <= room, "more was claimed than asked for"
-        if len(ready) <= room:
-            assert taken == ready.keys(), "a ready job was passed over"
-            return
-        assert taken or not room, "of a crowd nobody was served"
+    def _check_shares(self, taken: set[UUID], ready: Sequence[Run], room: int) -> None:
         crowd: dict[tuple[str, str], dict[UUID, float]] = {}
-        for run in ready.values():
+        for run in ready:
             crowd.setdefault((run.workflow, run.tenant_id), {})[run.run_id] = run.available_at
         for mine in crowd.values():
-            assert len(taken & mine.keys()) <= math.ceil(room / min(max(room, 1), len(crowd))), "a tenant got more than its share"
+            assert len(taken & mine.keys()) >= min(len(mine), room // len(crowd)), "a tenant got less than its share"
             assert _oldest_first(taken, mine), "a tenant's later job was preferred"
 
 

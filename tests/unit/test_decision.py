@@ -1,0 +1,172 @@
+"""What an attempt's end means for its job: a table of how it ended and why it was stopped."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Final
+from uuid import UUID
+
+import pytest
+
+from consumer_sdk.classification import Ambiguous, Retryable, Terminal
+from consumer_sdk.context import AttemptState
+from consumer_sdk.decision import Action, Drop, Ended, Raised, Returned, StopReason, WasCancelled, decide
+from consumer_sdk.encoding import MAX_OUTPUT_BYTES
+from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Usage
+from consumer_sdk.retry import Retry
+from fencepost.errors import LeaseLost
+
+CLAIM: Final = Claim(
+    key=JobKey(UUID(int=1), "acme", 3), attempt=2, max_attempts=5, workflow="report", workflow_version=1, input=b"{}",
+    checkpoint=None, retry_delay_seconds=None, attempt_seconds=None, root_run_id=UUID(int=1), iteration=0, traceparent=None,
+    created_at=datetime(2026, 1, 1, tzinfo=UTC),
+)  # fmt: skip
+RETRY: Final = Retry(base_seconds=1, cap_seconds=60, jitter="none")
+
+RETURNED: Final = Returned({"a": 1})
+UNFIT: Final = Returned(object())
+BUSY: Final = Raised(Retryable("busy"))
+REFUSED: Final = Raised(Terminal("refused"))
+UNKNOWN: Final = Raised(Ambiguous("unknown"))
+STALE: Final = Raised(LeaseLost("stale"))
+STOPPED: Final = WasCancelled()
+
+NO = None
+LOST, CANCEL, DEADLINE, IDLE, STOP = (
+    StopReason.LEASE_LOST, StopReason.CANCEL_REQUESTED, StopReason.ATTEMPT_DEADLINE, StopReason.NO_PROGRESS, StopReason.STOPPING,
+)  # fmt: skip
+REASONS: Final = (NO, LOST, CANCEL, DEADLINE, IDLE, STOP)
+
+# What is written: a completion, nothing, a release, or a failure as (code, reason why there is no further attempt).
+DONE, NOTHING, BACK = "completion", "nothing", "release"
+CANCELLED: Final = ("cancelled", "not_retryable")
+LATE: Final = ("attempt_deadline", None)
+HANGS: Final = ("no_progress", None)
+NOT_STORED: Final = ("invalid_output", "not_retryable")
+ROWS: Final[tuple[tuple[str, Ended, tuple[object, ...]], ...]] = (
+    #                        not stopped                      lost     cancelled  deadline     no progress  stopping
+    ("returned", RETURNED, (DONE, NOTHING, CANCELLED, DONE, DONE, DONE)),
+    ("unfit output", UNFIT, (NOT_STORED, NOTHING, CANCELLED, NOT_STORED, NOT_STORED, NOT_STORED)),
+    ("retryable", BUSY, (("busy", None), NOTHING, CANCELLED, LATE, HANGS, BACK)),
+    ("terminal", REFUSED, (("refused", "not_retryable"), NOTHING, CANCELLED, LATE, HANGS, BACK)),
+    ("ambiguous", UNKNOWN, (("unknown", "ambiguous"), NOTHING, CANCELLED, LATE, HANGS, BACK)),
+    ("stale", STALE, (("unexpected", None), NOTHING, CANCELLED, LATE, HANGS, BACK)),
+    ("cancelled", STOPPED, (("handler_cancelled", None), NOTHING, CANCELLED, LATE, HANGS, BACK)),
+)  # fmt: skip
+TABLE: Final = [
+    pytest.param(ended, reason, expected, id=f"{name}-{reason.value if reason else 'not stopped'}")
+    for name, ended, row in ROWS
+    for reason, expected in zip(REASONS, row, strict=True)
+]
+
+
+def state_of(claim: Claim = CLAIM) -> AttemptState:
+    state = AttemptState(claim, claimed_at=100.0, trusted_seconds=20.0)
+    state.started_after = 0.5
+    return state
+
+
+def decided(ended: Ended, reason: StopReason | None = None, *, state: AttemptState | None = None, retry: Retry = RETRY) -> Action:
+    return decide(state or state_of(), ended, reason, retry=retry, random=lambda: 0.5)[0]
+
+
+def told(action: Action) -> object:
+    match action:
+        case Completion():
+            return DONE
+        case Drop():
+            return NOTHING
+        case Release():
+            return BACK
+        case FailedAttempt():
+            return action.error_code, action.reason
+
+
+@pytest.mark.parametrize(("ended", "reason", "expected"), TABLE)
+def test_what_is_written(ended: Ended, reason: StopReason | None, expected: object) -> None:
+    action, failure = decide(state_of(), ended, reason, retry=RETRY, random=lambda: 0.5)
+
+    assert told(action) == expected
+    assert (failure is not None) == isinstance(action, FailedAttempt)
+    if isinstance(action, FailedAttempt):
+        assert failure is not None
+        assert (action.delay_seconds is None) == (action.reason is not None)
+        assert (failure.code, failure.error_class) == (action.error_code, action.error_class)
+
+
+def test_the_table_is_whole() -> None:
+    assert len(TABLE) == len(ROWS) * (len(StopReason) + 1)
+    assert set(REASONS) == {None, *StopReason}
+
+
+def test_every_action_names_the_generation_it_was_made_under() -> None:
+    for ended, reason in itertools.product([row[1] for row in ROWS], REASONS):
+        action = decided(ended, reason)
+        assert isinstance(action, Drop) or action.key == CLAIM.key
+
+
+def test_a_completion_holds_output_start_and_usage() -> None:
+    state = state_of()
+    state.usage = Usage(cost=2, detail={"tokens": 3})
+
+    assert decided(RETURNED, state=state) == Completion(
+        key=CLAIM.key, output=b'{"a":1}', started_after_seconds=0.5, usage=Usage(cost=2, detail={"tokens": 3})
+    )
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"), [(BUSY, None), (STOPPED, DEADLINE), (REFUSED, None), (STOPPED, STOP), (STOPPED, CANCEL)]
+)
+def test_the_newest_checkpoint_goes_with_the_end(ended: Ended, reason: StopReason | None) -> None:
+    """JOB-17."""
+    state = state_of()
+    state.checkpoint = b"3"
+    action = decided(ended, reason, state=state)
+
+    assert isinstance(action, FailedAttempt | Release)
+    assert action.checkpoint == b"3"
+
+
+@pytest.mark.parametrize(("attempt", "delay"), [(1, 1), (2, 2), (3, 4), (7, 60), (1000, 60)])
+def test_the_delay_grows_with_the_attempts(attempt: int, delay: float) -> None:
+    action = decided(BUSY, state=state_of(replace(CLAIM, attempt=attempt)))
+
+    assert isinstance(action, FailedAttempt)
+    assert action.delay_seconds == delay
+
+
+def test_decorrelated_jitter_starts_from_the_stored_delay() -> None:
+    """JOB-24."""
+    retry = Retry(base_seconds=1, cap_seconds=20, jitter="decorrelated")
+    action = decided(BUSY, state=state_of(replace(CLAIM, retry_delay_seconds=3.5)), retry=retry)
+
+    assert isinstance(action, FailedAttempt)
+    assert action.delay_seconds == 5.75
+
+
+@pytest.mark.parametrize(("asked", "delay"), [("1", 2), ("40", 40), ("4000", 60), ("soon", 2)])
+def test_a_provider_is_given_the_time_that_it_asks_for_within_the_policy(asked: str, delay: float) -> None:
+    action = decided(Raised(Retryable("busy", retry_after=asked)))
+
+    assert isinstance(action, FailedAttempt)
+    assert action.delay_seconds == delay
+
+
+@pytest.mark.parametrize(("size", "fits"), [(MAX_OUTPUT_BYTES, True), (MAX_OUTPUT_BYTES + 1, False)])
+def test_an_output_has_a_bound(size: int, fits: bool) -> None:
+    assert told(decided(Returned("x" * (size - 2)))) == (DONE if fits else NOT_STORED)
+
+
+def test_no_message_goes_into_a_failure() -> None:
+    secret = "marker-4711"
+    for error in (RuntimeError(secret), ExceptionGroup(secret, [ValueError(secret)]), OSError(secret)):
+        assert secret not in str(decide(state_of(), Raised(error), None, retry=RETRY, random=lambda: 0.5))
+
+
+def test_a_cancellation_that_nobody_asked_for_is_tried_again() -> None:
+    action = decided(WasCancelled())
+
+    assert isinstance(action, FailedAttempt)
+    assert (action.error_class, action.delay_seconds) == ("asyncio.CancelledError", 2)
+    assert asyncio.CancelledError.__module__ == "asyncio.exceptions"
