@@ -11,11 +11,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 from uuid import UUID
 
+from consumer_sdk.classification import Ambiguous
 from consumer_sdk.effects import Call, CallLimits, EffectKey
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from consumer_sdk.jobs import Claim, Completion, Usage
 from fencepost.clock import lease_clock
-from fencepost.errors import InvalidCommand, TransactionRequired
+from fencepost.errors import InvalidCommand, TransactionRequired, TransientError
 
 if TYPE_CHECKING:
     import asyncpg
@@ -244,6 +245,11 @@ class RunContext:
                 if not self._fenced:
                     await self._writer.guard_within(connection, self._state.claim)
             self._state.completed = self._fenced
+        except Ambiguous as error:
+            if self._fenced and error.code == "commit_unknown":
+                # The job's row tells whether the completion took place, and everything else with it.
+                raise TransientError("transaction: no answer to the commit") from error
+            raise
         finally:
             self._transaction, self._in_transaction = None, False
             self._fenced = self._state.completing = False

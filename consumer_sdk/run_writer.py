@@ -9,6 +9,7 @@ import asyncpg
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from consumer_sdk.batching import Batcher
+from consumer_sdk.classification import Ambiguous
 from consumer_sdk.context import AttemptState
 from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
@@ -26,6 +27,7 @@ __all__ = ["RunWriter"]
 _LEAST_PAUSE_SECONDS: Final = 0.05
 _MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_TRANSACTIONS: Final = 20
+_SILENCE_SECONDS: Final = 5.0
 _COMPLETED: Final = Settled(state="completed", reason=None)
 
 
@@ -123,7 +125,7 @@ class RunWriter:
         async with translated("transaction", role=ROLE):
             connection = await pool.acquire(timeout=self._lease_seconds)
         try:
-            async with connection.transaction():
+            async with _transaction_on(connection):
                 yield cast("asyncpg.Connection", connection)
         finally:
             await pool.release(connection, timeout=self._lease_seconds)
@@ -166,14 +168,15 @@ class RunWriter:
 
     async def _open_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
         # A transaction left open by a handler that hangs must not outlive the lease: it would hold locks and the horizon.
-        limit = {} if self._pooler else {"idle_in_transaction_session_timeout": str(int(self._lease_seconds * 1000))}
+        lease = str(int(self._lease_seconds * 1000))
+        limit = {} if self._pooler else {"idle_in_transaction_session_timeout": lease, "statement_timeout": lease}
         async with translated("transaction", role=ROLE):
             return await asyncpg.create_pool(
                 self._database_url,
                 min_size=0,
                 max_size=self._transactions,
                 timeout=self._lease_seconds,
-                command_timeout=self._lease_seconds,  # a silent network must not hold a slot for ever
+                command_timeout=self._lease_seconds + _SILENCE_SECONDS,  # a silent network must not hold a slot for ever
                 server_settings={"application_name": "fencepost-handler"} | limit,
             )
 
@@ -233,3 +236,26 @@ class RunWriter:
         settled = await self._store.release(releases)
         self._metrics.statement("release", lease_clock() - started)
         return [settled.get(release.key) for release in releases]
+
+
+@asynccontextmanager
+async def _transaction_on(connection: "asyncpg.pool.PoolConnectionProxy[asyncpg.Record]") -> AsyncIterator[None]:
+    """A transaction that is never waited for in vain: one that was cut short is undone by the server when its connection ends.
+
+    What fails before COMMIT is undone. Of a COMMIT without an answer nobody knows: ``Ambiguous``.
+    """
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        yield
+    except (TimeoutError, asyncio.CancelledError):
+        connection.terminate()
+        raise
+    except BaseException:
+        await transaction.rollback()
+        raise
+    try:
+        await transaction.commit()
+    except (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
+        connection.terminate()
+        raise Ambiguous("commit_unknown") from error
