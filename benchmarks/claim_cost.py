@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import psycopg
 
+from benchmarks import backlog
 from benchmarks.lab import Lab
 from benchmarks.measure import percentile
 from benchmarks.run_backlog import load_history
@@ -17,8 +18,11 @@ from benchmarks.run_backlog import load_history
 __all__ = ["claim_cost"]
 
 _TENANTS: Final = 4
+# What costs is how many tenants have future jobs only, so a part of the rows will do.
+_MANY_TENANTS: Final = 1_000
+_MANY_TENANTS_SHARE: Final = 10
 _TABLES: Final = ("runs", "jobs", "run_events", "job_attempts")
-_LONG: Final = ("long_history", "long_history_unanalysed")
+_LONG: Final = ("long_history", "long_history_unanalysed", "many_tenants")
 
 # By database and limit, in milliseconds.
 _Times = Mapping[str, Mapping[str, Sequence[float]]]
@@ -40,20 +44,19 @@ def claim_cost(lab: Lab, *, repeats: int, history: int, claims: int) -> tuple[di
 
 
 def _databases(stack: ExitStack, lab: Lab, history: int) -> dict[str, str]:
-    """Statistics are those of empty tables and stay so, but in the one that is analysed after the load."""
-    empty = stack.enter_context(lab.database())
-    loaded = stack.enter_context(lab.database())
-    for url in (empty, loaded):
+    """Statistics are those of empty tables and stay so, but in those that are analysed after the load."""
+    empty, loaded, many = (stack.enter_context(lab.database()) for _ in range(3))
+    for url in (empty, loaded, many):
         with psycopg.connect(url, autocommit=True) as connection:
             for table in _TABLES:
                 connection.execute(f"ALTER TABLE fencepost.{table} SET (autovacuum_enabled = false)".encode())
             connection.execute("ANALYZE")
     load_history(loaded, history, tenants=_TENANTS)
+    load_history(many, history // _MANY_TENANTS_SHARE, tenants=_MANY_TENANTS)
     unanalysed = stack.enter_context(lab.database(template=loaded))
-    with psycopg.connect(loaded, autocommit=True) as connection:
-        connection.execute("VACUUM ANALYZE")
-        connection.execute("CHECKPOINT")
-    return {"empty": empty, "long_history": loaded, "long_history_unanalysed": unanalysed}
+    for url in (loaded, many):
+        backlog.settle(url)
+    return {"empty": empty, "long_history": loaded, "long_history_unanalysed": unanalysed, "many_tenants": many}
 
 
 def _summary(repeats: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -59,7 +59,7 @@ class Attempt:
     async def run(self) -> None:
         """Execute the handler and write how it ended."""
         state = self.state
-        state.started_after = lease_clock() - state.claimed_at
+        state.started_after = lease_clock() - state.known_at
         ended = await self._handled()
         if isinstance(ended, Raised) and isinstance(ended.error, InvariantViolated):
             raise ended.error

@@ -51,6 +51,7 @@ class AttemptState:
         self.claimed_at = claimed_at
         self._trusted_seconds = trusted_seconds
         self.renewed(claimed_at)
+        self.known_at = lease_clock()
         self.started_after = 0.0
         self.progressed_at = claimed_at
         self.checkpoint: bytes | None = None

@@ -42,7 +42,6 @@ class RunWriter:
         database_url: str,
         lease_seconds: float,
         concurrency: int,
-        pooler: bool,
         reconcilers: Mapping[str, Reconciler],
         secrets: Secrets | None,
         metrics: WorkerMetrics,
@@ -51,7 +50,6 @@ class RunWriter:
         self._worker_id = worker_id
         self._database_url = database_url
         self._lease_seconds = lease_seconds
-        self._pooler = pooler
         self._reconcilers = reconcilers
         self._secrets = secrets
         self._effects: StatementPool | None = None
@@ -125,7 +123,7 @@ class RunWriter:
         async with translated("transaction", role=ROLE):
             connection = await pool.acquire(timeout=self._lease_seconds)
         try:
-            async with _transaction_on(connection):
+            async with _transaction_on(connection, limit_seconds=self._lease_seconds):
                 yield cast("asyncpg.Connection", connection)
         finally:
             await pool.release(connection, timeout=self._lease_seconds)
@@ -167,9 +165,6 @@ class RunWriter:
         return self._pool
 
     async def _open_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
-        # A transaction left open by a handler that hangs must not outlive the lease: it would hold locks and the horizon.
-        lease = str(int(self._lease_seconds * 1000))
-        limit = {} if self._pooler else {"idle_in_transaction_session_timeout": lease, "statement_timeout": lease}
         async with translated("transaction", role=ROLE):
             return await asyncpg.create_pool(
                 self._database_url,
@@ -177,7 +172,7 @@ class RunWriter:
                 max_size=self._transactions,
                 timeout=self._lease_seconds,
                 command_timeout=self._lease_seconds + _SILENCE_SECONDS,  # a silent network must not hold a slot for ever
-                server_settings={"application_name": "fencepost-handler"} | limit,
+                server_settings={"application_name": "fencepost-handler"},
             )
 
     async def _settled(
@@ -239,16 +234,27 @@ class RunWriter:
 
 
 @asynccontextmanager
-async def _transaction_on(connection: "asyncpg.pool.PoolConnectionProxy[asyncpg.Record]") -> AsyncIterator[None]:
+async def _transaction_on(
+    connection: "asyncpg.pool.PoolConnectionProxy[asyncpg.Record]", *, limit_seconds: float
+) -> AsyncIterator[None]:
     """A transaction that is never waited for in vain: one that was cut short is undone by the server when its connection ends.
 
-    What fails before COMMIT is undone. Of a COMMIT without an answer nobody knows: ``Ambiguous``.
+    What fails before COMMIT is undone. Of a COMMIT without an answer nobody knows: ``Ambiguous``. Left open by a handler that
+    hangs it must not outlive the lease: it would hold locks and the horizon. The limits are the transaction's, so a pooler
+    may stand between.
     """
     transaction = connection.transaction()
+    limit = int(limit_seconds * 1000)
     await transaction.start()
     try:
+        await connection.execute(
+            f"SET LOCAL statement_timeout = {limit}; SET LOCAL idle_in_transaction_session_timeout = {limit}"  # numbers of our own
+        )
         yield
-    except (TimeoutError, asyncio.CancelledError):
+    except TimeoutError as error:
+        connection.terminate()
+        raise TransientError("transaction: the database did not answer in time; nothing was committed") from error
+    except asyncio.CancelledError:
         connection.terminate()
         raise
     except BaseException:

@@ -46,7 +46,7 @@ walk AS MATERIALIZED (
     WHERE (SELECT crowded FROM crowd)
 ),
 tenants AS MATERIALIZED (
-    SELECT t.workflow, t.tenant_id, t.turn, ceil((SELECT jobs FROM wanted)::numeric / count(*) OVER ())::bigint AS share
+    SELECT t.workflow, t.tenant_id, t.turn, (SELECT jobs FROM wanted) / count(*) OVER () AS share
     FROM (SELECT * FROM walk WHERE ready ORDER BY turn, workflow LIMIT (SELECT jobs FROM wanted)) AS t
 ),
 fair AS MATERIALIZED (
@@ -162,7 +162,7 @@ event AS (
 ),
 attempt AS (
     UPDATE fencepost.job_attempts AS a
-    SET started_at = a.claimed_at + f.started_after, renewed_at = f.lease_renewed_at, finished_at = f.finished_at,
+    SET started_at = least(a.claimed_at + f.started_after, f.finished_at), renewed_at = f.lease_renewed_at, finished_at = f.finished_at,
         outcome = 'completed', cost = f.cost, usage = f.usage::jsonb
     FROM finished AS f WHERE a.run_id = f.run_id AND a.tenant_id = f.tenant_id AND a.generation = f.lease_generation
 )
@@ -221,7 +221,7 @@ event AS (
 ),
 attempt AS (
     UPDATE fencepost.job_attempts AS a
-    SET started_at = a.claimed_at + f.started_after, renewed_at = f.lease_renewed_at, finished_at = clock_timestamp(),
+    SET started_at = least(a.claimed_at + f.started_after, clock_timestamp()), renewed_at = f.lease_renewed_at, finished_at = clock_timestamp(),
         outcome = CASE f.ending WHEN 'cancelled' THEN 'cancelled' ELSE 'failed' END,
         error_class = f.error_class, error_code = CASE WHEN f.ending IS DISTINCT FROM 'cancelled' THEN f.error_code END,
         decision = CASE WHEN f.ending IS NULL THEN 'retry' WHEN f.state = 'dead' THEN 'dead' END,
@@ -265,7 +265,7 @@ event AS (
 ),
 attempt AS (
     UPDATE fencepost.job_attempts AS a
-    SET started_at = a.claimed_at + f.started_after, renewed_at = f.lease_renewed_at, finished_at = clock_timestamp(),
+    SET started_at = least(a.claimed_at + f.started_after, clock_timestamp()), renewed_at = f.lease_renewed_at, finished_at = clock_timestamp(),
         outcome = CASE f.state WHEN 'cancelled' THEN 'cancelled' ELSE 'released' END
     FROM released AS f WHERE a.run_id = f.run_id AND a.tenant_id = f.tenant_id AND a.generation = f.lease_generation
 )

@@ -157,7 +157,6 @@ class Worker:
             database_url=settings.database_url.get_secret_value(),
             lease_seconds=settings.worker_lease_seconds,
             concurrency=settings.worker_concurrency,
-            pooler=settings.worker_wakeup == "poll",
             reconcilers=self._reconcilers,
             secrets=self._secrets,
             metrics=self._metrics,

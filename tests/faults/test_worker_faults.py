@@ -340,8 +340,9 @@ async def test_a_completion_whose_answer_was_lost_is_completed_once(
     assert await theatre.ends(run) == ["run_completed"]
 
 
+@pytest.mark.parametrize("wakeup", ["listen", "poll"])
 async def test_a_handlers_transaction_on_a_silent_network_ends(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    database_url: str, theatre: Theatre, start_worker: WorkerFactory, wakeup: str
 ) -> None:
     """Its slot is free again: no wait of a handler's connection is without a bound."""
     await theatre.connection.execute(
@@ -352,7 +353,7 @@ async def test_a_handlers_transaction_on_a_silent_network_ends(
     async with TcpProxy(database_url) as proxy:
         run = await theatre.accept({"1": [["effect"]], "*": [["effect"]]})
         await theatre.connection.execute("SELECT pg_advisory_lock(21)")
-        worker = start_worker(proxy.url, stage_url=database_url, concurrency=1, wakeup="poll", **SHORT)
+        worker = start_worker(proxy.url, stage_url=database_url, concurrency=1, wakeup=wakeup, **SHORT)
 
         async def is_held() -> bool:
             return bool(

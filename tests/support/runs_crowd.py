@@ -43,8 +43,8 @@ class Caller:
     async def work(self, calls: int) -> None:
         often = [self.accept, self.claim, self.fail]
         verbs = [
-            *often, *often, self.accept, self.claim, self.renew, self.complete, self.complete_with_effect, self.release, self.append, self.cancel, self.replay,
-            self.reap, self.expire_lease,
+            *often, *often, self.accept, self.claim, self.renew, self.complete, self.complete_with_effect, self.release,
+            self.append, self.cancel, self.replay, self.reap, self.expire_lease,
         ]  # fmt: skip
         await self.accept()
         for _ in range(calls):

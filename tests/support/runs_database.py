@@ -39,7 +39,8 @@ SELECT r.run_id, r.state, r.version, ARRAY(SELECT e.type FROM fencepost.run_even
        r.error_code, r.output, r.cancel_requested_at IS NOT NULL AS cancel_asked, j.state AS job, j.attempts,
        j.lease_generation AS generation, j.lease_owner AS owner, ARRAY(SELECT a.outcome FROM fencepost.job_attempts AS a
            WHERE a.run_id = r.run_id AND a.tenant_id = r.tenant_id ORDER BY a.generation) AS outcomes,
-       j.dead_reason, j.checkpoint, j.cost_used::float8 AS cost, (SELECT count(*) FROM public.effects AS f WHERE f.run_id = r.run_id) AS effects,
+       j.dead_reason, j.checkpoint, j.cost_used::float8 AS cost,
+       (SELECT count(*) FROM public.effects AS f WHERE f.run_id = r.run_id) AS effects,
        CASE j.state WHEN 'queued' THEN hours_until(j.available_at) END AS ready_in,
        hours_until(j.lease_expires_at) AS lease_ends_in, hours_until(j.deadline_at) AS deadline_in
 FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)

@@ -162,7 +162,8 @@ class Run:
         return Seen(
             state=self.state, version=self.version, events=tuple(self.events), error_code=self.error_code, output=self.output,
             cancel_asked=self.cancel_asked, job=self.job, attempts=self.attempts, generation=self.generation, owner=self.owner,
-            outcomes=tuple(self.outcomes), dead_reason=self.dead_reason, checkpoint=self.checkpoint, cost=self.cost, effects=self.effects,
+            outcomes=tuple(self.outcomes), dead_reason=self.dead_reason, checkpoint=self.checkpoint, cost=self.cost,
+            effects=self.effects,
             ready_in=hours(self.available_at) if self.job == "queued" else None,
             lease_ends_in=hours(self.lease_ends_at) if self.job == "leased" else None,
             deadline_in=hours(self.deadline_at),
