@@ -34,6 +34,10 @@ SHORT: Final[dict[str, Setting]] = {"lease_seconds": 1, "lease_margin_seconds": 
 LONG: Final[dict[str, Setting]] = {"lease_seconds": 120, "lease_margin_seconds": 3, "poll_interval_ms": 100}
 IDLE_LOOKS: Final = 10
 CLI_SECONDS: Final = 30
+WAITS: Final = """
+SELECT count(*) FROM pg_locks
+WHERE locktype = 'advisory' AND NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
 HANG_UP: Final = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE application_name = 'fencepost-listen' AND datname = current_database()
@@ -147,11 +151,11 @@ async def test_a_worker_killed_anywhere_leaves_no_half_of_a_completion(
         await theatre.accept(
             {"*": [["event", "began"], ["effect"]] if number % 2 else [["save", 1], ["return", number]]}, max_attempts=50
         )
-        for number in range(400)
+        for number in range(150)
     ]
-    for kill in range(4):
+    for kill in range(3):
         worker = start_worker(database_url, concurrency=20, **LONG)
-        target = len(runs) * (kill + chance.random()) / 5
+        target = len(runs) * (kill + chance.random()) / 4
 
         async def some_completed(least: float = target) -> bool:
             return bool(
@@ -321,12 +325,7 @@ async def test_a_completion_whose_answer_was_lost_is_completed_once(
         await theatre.connection.execute("SELECT pg_advisory_lock(20)")
         await theatre.open("gate")
 
-        async def is_held() -> bool:
-            return bool(
-                await theatre.connection.fetchval("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
-            )
-
-        await eventually(is_held, message="the completion is on its way")
+        await eventually(lambda: waits_for_advisory_lock(theatre), message="the completion is on its way")
         proxy.silence()
         await theatre.connection.execute("SELECT pg_advisory_unlock(20)")
         await theatre.reaches(run, "completed")
@@ -355,17 +354,45 @@ async def test_a_handlers_transaction_on_a_silent_network_ends(
         await theatre.connection.execute("SELECT pg_advisory_lock(21)")
         worker = start_worker(proxy.url, stage_url=database_url, concurrency=1, wakeup=wakeup, **SHORT)
 
-        async def is_held() -> bool:
-            return bool(
-                await theatre.connection.fetchval("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
-            )
-
-        await eventually(is_held, message="the handler's statement is on its way")
+        await eventually(lambda: waits_for_advisory_lock(theatre), message="the handler's statement is on its way")
         proxy.silence()
         await theatre.connection.execute("SELECT pg_advisory_unlock(21)")
         await theatre.reaches(run, "completed")
     assert len(await theatre.effects(run)) == 1
     assert worker.running
+
+
+async def test_a_commit_of_a_handlers_whose_answer_was_lost_is_completed_once(
+    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+) -> None:
+    """The transaction holds the job's row until the server has decided, so nobody takes the run over meanwhile."""
+    await theatre.connection.execute(
+        "CREATE FUNCTION stage.hold() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "PERFORM pg_advisory_xact_lock(22); RETURN NULL; END $$; "
+        "CREATE CONSTRAINT TRIGGER hold AFTER INSERT ON stage.effects DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION stage.hold()"
+    )
+    async with TcpProxy(database_url) as proxy:
+        run = await theatre.accept({"*": [["effect"]]})
+        await theatre.connection.execute("SELECT pg_advisory_lock(22)")
+        worker = start_worker(proxy.url, stage_url=database_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100)
+        await eventually(lambda: waits_for_advisory_lock(theatre), message="the commit is on its way")
+        proxy.silence()
+        await theatre.connection.execute("SELECT pg_advisory_unlock(22)")
+        await theatre.reaches(run, "completed")
+
+        async def is_over() -> bool:
+            return await metric(worker, "fencepost_active_attempts") == 0
+
+        await eventually(is_over, message="the handler ended")
+    assert await theatre.effects(run) == [1]
+    assert await theatre.outcomes(run) == ["completed"]
+    assert await theatre.ends(run) == ["run_completed"]
+    assert worker.running
+
+
+async def waits_for_advisory_lock(theatre: Theatre) -> bool:
+    return bool(await theatre.connection.fetchval(WAITS))
 
 
 async def test_a_worker_starts_before_its_database_does(database_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import asyncpg
@@ -274,6 +275,23 @@ async def test_an_expired_lease_is_claimed_beside_a_holder_who_still_writes(crew
     claims: Sequence[Claim] = await hand.claims()
 
     assert [claim.key.generation for claim in claims] == [2]
+
+
+async def test_the_reaper_passes_by_what_is_held_and_ends_the_rest(crew: Crew) -> None:
+    """Two expired leases and two jobs past their deadlines, one of each held by somebody."""
+    ids = [await crew.runs.accept(max_attempts=1) for _ in range(2)]
+    hand, holder = await crew.hand("B"), await crew.connect()
+    await hand.claim(2)
+    ids += [await crew.runs.accept(deadline=timedelta(hours=1)) for _ in range(2)]
+    for expired, late in zip(ids[:2], ids[2:], strict=True):
+        await crew.runs.expire_lease(expired)
+        await crew.runs.pass_deadline(late)
+    async with holder.transaction():
+        await holder.execute("SELECT FROM fencepost.jobs WHERE run_id = ANY ($1) FOR UPDATE", [ids[0], ids[2]])
+        assert [reaped.state for reaped in await hand.store.reap(limit=10)] == ["dead", "dead"]
+
+    assert [await crew.runs.state(run_id) for run_id in (ids[1], ids[3])] == [("failed", "dead")] * 2
+    assert [await crew.runs.state(run_id) for run_id in (ids[0], ids[2])] == [("running", "leased"), ("queued", "queued")]
 
 
 async def test_a_wait_that_does_not_end_is_a_passing_fault(crew: Crew) -> None:

@@ -1225,13 +1225,13 @@ async def test_a_round_over_more_tenants_than_one_look_serves_each_once(crew: Cr
 
 
 async def test_what_is_ready_of_several_workflows_shares_the_slots(crew: Crew) -> None:
-    """One workflow's flood leaves the other its turn."""
-    await fill(crew.database, 300, workflow="flood", tenant="a")
-    await fill(crew.database, 3, workflow="small", tenant="a")
+    """Two floods and a single job: the single one is served, what its share leaves is filled up, and no slot is taken twice."""
+    for workflow, jobs in (("one", 300), ("two", 300), ("three", 1)):
+        await fill(crew.database, jobs, workflow=workflow, tenant="a")
     store: RunStore = (await crew.hand()).store
-    served = [Served(workflow=name, attempt_seconds=None, last_tenant="") for name in ("flood", "small")]
+    served = [Served(workflow=name, attempt_seconds=None, last_tenant="") for name in ("one", "two", "three")]
 
     claims = await store.claim(served, limit=10, lease_seconds=30)
 
     assert len(claims) == 10
-    assert {claim.workflow for claim in claims} == {"flood", "small"}
+    assert {claim.workflow for claim in claims} == {"one", "two", "three"}

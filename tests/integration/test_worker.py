@@ -647,6 +647,41 @@ async def test_only_a_stored_checkpoint_outlives_a_lost_lease(shop: Shop) -> Non
     assert seen == [None, "stored"]
 
 
+@pytest.mark.parametrize("ends_by", ["return", "failure"])
+async def test_what_a_handler_left_running_changes_nothing_after_its_end(shop: Shop, ends_by: str) -> None:
+    refused: list[str] = []
+    left: list[asyncio.Task[None]] = []
+    over = asyncio.Event()
+
+    async def go_on(context: RunContext) -> None:
+        await over.wait()
+        for verb in (lambda: context.save(9), lambda: context.event("late"), lambda: context.complete("late")):
+            try:
+                await verb()
+            except LeaseLost:
+                refused.append("LeaseLost")
+
+    async def report(context: RunContext, _value: Any) -> str:
+        left.append(asyncio.create_task(go_on(context)))
+        if ends_by == "failure":
+            raise Retryable("busy")
+        return "in time"
+
+    await shop.start(handled(report, retry=Retry(base_seconds=600, cap_seconds=600)))
+    run = await shop.runs.accept()
+
+    async def ended() -> bool:
+        return (await shop.runs.attempts(run))[0]["finished_at"] is not None if left else False
+
+    await eventually(ended, message="the attempt ended")
+    before = dict(await shop.job(run)), dict(await shop.run(run)), await shop.runs.events(run)
+    over.set()
+    await asyncio.wait(left)
+
+    assert refused == ["LeaseLost"] * 3
+    assert (dict(await shop.job(run)), dict(await shop.run(run)), await shop.runs.events(run)) == before
+
+
 async def test_an_unsaved_checkpoint_is_stored_with_the_next_renewal(shop: Shop) -> None:
     barrier = Barrier()
 
