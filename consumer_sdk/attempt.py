@@ -61,6 +61,7 @@ class Attempt:
         state = self.state
         state.started_after = lease_clock() - state.known_at
         ended = await self._handled()
+        state.over = True
         if isinstance(ended, Raised) and isinstance(ended.error, InvariantViolated):
             raise ended.error
         if state.completed:

@@ -16,7 +16,7 @@ from consumer_sdk.effects import Call, CallLimits, EffectKey
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from consumer_sdk.jobs import Claim, Completion, Usage
 from fencepost.clock import lease_clock
-from fencepost.errors import InvalidCommand, TransactionRequired, TransientError
+from fencepost.errors import InvalidCommand, LeaseLost, TransactionRequired, TransientError
 
 if TYPE_CHECKING:
     import asyncpg
@@ -59,6 +59,7 @@ class AttemptState:
         self.usage = Usage()
         self.completed = False
         self.completing = False
+        self.over = False
         self.cancelled = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -220,10 +221,15 @@ class RunContext:
 
         Inside ``transaction()`` the completion commits with the transaction's writes, as its last statement.
         """
+        self._refuse_after_completion()
         completion = self._state.completion(encoded("output", output, most=MAX_OUTPUT_BYTES))
         if self._transaction is None:
-            await self._writer.complete(completion, trusted_until=self._state.trusted_until)
-            self._state.completed = True
+            self._state.completing = True
+            try:
+                await self._writer.complete(completion, trusted_until=self._state.trusted_until)
+                self._state.completed = True
+            finally:
+                self._state.completing = False
         else:
             self._state.completing = True  # before the statement, which takes the row that a renewal would ask for
             await self._writer.complete_within(self._transaction, completion)
@@ -236,6 +242,7 @@ class RunContext:
         The fence is the last statement: ``complete``, or a check that the lease still holds. Keep it short: it is no place
         for calls to anything outside the database.
         """
+        self._refuse_after_completion()
         if self._in_transaction:
             raise TransactionRequired("this attempt is in a transaction already; use its connection, or end it first")
         self._in_transaction = True
@@ -256,6 +263,9 @@ class RunContext:
             self._fenced = self._state.completing = False
 
     def _refuse_after_completion(self) -> None:
-        """The open transaction holds the job's row from the completion on: another connection would wait for it in vain."""
+        """An attempt that has ended writes no more, whatever its handler left running. And an open transaction holds the job's row
+        from the completion on: another connection would wait for it in vain."""
+        if self._state.over or self._state.completed:
+            raise LeaseLost("the attempt has ended; nothing was changed")
         if self._state.completing:
-            raise TransactionRequired("the run is completed in this transaction, as its last statement; do this before")
+            raise TransactionRequired("the run is being completed, as the last thing of its attempt; do this before")

@@ -13,7 +13,7 @@ import asyncpg
 
 from fencepost.errors import ConfigurationError, FencepostError, TransientError
 
-__all__ = ["StatementPool", "connect_listener", "connecting", "translated"]
+__all__ = ["StatementPool", "connecting", "translated"]
 
 # Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
 _TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
@@ -62,12 +62,6 @@ def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Fence
     if isinstance(error, asyncpg.InsufficientPrivilegeError):
         return ConfigurationError(f"{error}; grant {role} to this database user")
     return None
-
-
-async def connect_listener(database_url: str, *, role: str) -> asyncpg.Connection:
-    """A connection of its own for LISTEN."""
-    async with connecting(role=role):
-        return await asyncpg.connect(database_url, timeout=10, server_settings={"application_name": "fencepost-listen"})
 
 
 async def _keep_nothing(_connection: asyncpg.Connection) -> None:

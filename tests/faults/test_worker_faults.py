@@ -19,9 +19,12 @@ import asyncpg
 import httpx
 import pytest
 
+from fencepost.devservices import Services
 from fencepost.devservices.processes import Watchdog
+from tests.support.emptied import emptied
 from tests.support.runs import Runs
 from tests.support.service_process import Setting
+from tests.support.session import SharedServices
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.waiting import eventually
 from tests.support.worker_handlers import Stage
@@ -83,9 +86,17 @@ class Theatre(Stage):
         return dict(row)
 
 
+@pytest.fixture(scope="module")
+def theatre_url(services: Services, shared_services: SharedServices) -> Iterator[str]:
+    """The module's database."""
+    url = services.create_database(shared_services.template_url)
+    yield url
+    services.drop_database(url)
+
+
 @pytest.fixture
-async def theatre(database_url: str) -> AsyncIterator[Theatre]:
-    connection = await asyncpg.connect(database_url)
+async def theatre(theatre_url: str) -> AsyncIterator[Theatre]:
+    connection = await emptied(theatre_url)
     theatre = Theatre(connection)
     await theatre.build()
     yield theatre
@@ -119,16 +130,16 @@ async def metric(worker: WorkerProcess, name: str) -> float:
 
 
 async def test_a_run_whose_every_worker_is_killed_is_dead_after_its_last_attempt(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-10."""
     run = await theatre.accept({"*": [["wait", "never"]]}, max_attempts=3)
     for attempt in (1, 2, 3):
-        worker = start_worker(database_url, **LONG)
+        worker = start_worker(theatre_url, **LONG)
         await theatre.noted("waits for never", run, times=attempt)
         worker.kill()
         await theatre.runs.expire_lease(run)
-    start_worker(database_url, **SHORT)
+    start_worker(theatre_url, **SHORT)
     await theatre.reaches(run, "failed")
 
     job = await theatre.job(run)
@@ -141,7 +152,7 @@ async def test_a_run_whose_every_worker_is_killed_is_dead_after_its_last_attempt
 
 
 async def test_a_worker_killed_anywhere_leaves_no_half_of_a_completion(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-18: run, job and event agree after each kill, and recovery ends every run once."""
     seed = secrets.randbits(32)
@@ -154,7 +165,7 @@ async def test_a_worker_killed_anywhere_leaves_no_half_of_a_completion(
         for number in range(150)
     ]
     for kill in range(3):
-        worker = start_worker(database_url, concurrency=20, **LONG)
+        worker = start_worker(theatre_url, concurrency=20, **LONG)
         target = len(runs) * (kill + chance.random()) / 4
 
         async def some_completed(least: float = target) -> bool:
@@ -168,7 +179,7 @@ async def test_a_worker_killed_anywhere_leaves_no_half_of_a_completion(
         await theatre.connection.execute(
             "UPDATE fencepost.jobs SET lease_expires_at = clock_timestamp() - interval '1 s' WHERE state = 'leased'"
         )
-    start_worker(database_url, concurrency=20, **LONG)
+    start_worker(theatre_url, concurrency=20, **LONG)
 
     async def all_ended() -> bool:
         return bool(await theatre.connection.fetchval("SELECT count(*) FROM fencepost.jobs WHERE state <> 'completed'") == 0)
@@ -194,26 +205,27 @@ async def halves(theatre: Theatre) -> list[UUID]:
 
 
 async def test_a_frozen_worker_that_wakes_up_after_its_lease_changes_nothing(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """J57: pause past expiry, another takes over, the old generation appends no effect."""
     steps: Steps = [["wait", "gate"], ["event", "late"], ["effect"]]
     tries: Steps = [["wait", "gate"], ["return", "stale"]]
     writes = await theatre.accept({"1": steps, "2": [["effect"]]})
     returns = await theatre.accept({"1": tries, "2": [["return", "fresh"]]})
-    frozen = start_worker(database_url, **LONG)
+    frozen = start_worker(theatre_url, **LONG)
     await theatre.noted("waits for gate", times=2)
     frozen.pause()
     for run in (writes, returns):
         await theatre.runs.expire_lease(run)
-    start_worker(database_url, **LONG)
+    start_worker(theatre_url, **LONG)
     for run in (writes, returns):
         await theatre.reaches(run, "completed")
     await theatre.open("gate")
     frozen.resume()
 
     async def both_lost() -> bool:
-        return await metric(frozen, "fencepost_leases_lost_total") == 2
+        found = await frozen.metrics()
+        return (found.get("fencepost_leases_lost_total"), found["fencepost_active_attempts"]) == (2, 0)
 
     await eventually(both_lost, message="the woken worker knows that it lost")
     for run in (writes, returns):
@@ -222,19 +234,18 @@ async def test_a_frozen_worker_that_wakes_up_after_its_lease_changes_nothing(
     assert await theatre.effects(writes) == [2]
     output = await theatre.connection.fetchval("SELECT output FROM fencepost.runs WHERE run_id = $1", returns)
     assert output == b'"fresh"'
-    assert await metric(frozen, "fencepost_active_attempts") == 0
     assert frozen.running
 
 
 async def test_an_attempt_that_goes_on_after_its_limit_changes_nothing(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-16: the limit ended the attempt, its step went on, and the result is the next attempt's."""
     run = await theatre.runs.accept(
         workflow="limited",
         data=dumps({"1": [["ignore", "late"], ["effect"]], "2": [["effect"], ["return", "second"]]}).encode(),
     )
-    worker = start_worker(database_url, cancel_grace_seconds=0, **SHORT)
+    worker = start_worker(theatre_url, cancel_grace_seconds=0, **SHORT)
     await theatre.reaches(run, "completed")
     await theatre.open("late")
     await theatre.noted("saw late", run)
@@ -249,10 +260,10 @@ async def test_an_attempt_that_goes_on_after_its_limit_changes_nothing(
 
 
 async def test_a_handler_that_blocks_the_loop_longer_than_its_lease_loses_it(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     run = await theatre.accept({"1": [["block", 1.5], ["effect"]], "*": [["effect"]]})
-    worker = start_worker(database_url, **SHORT)
+    worker = start_worker(theatre_url, **SHORT)
     await theatre.reaches(run, "completed")
 
     assert await theatre.effects(run) == [2]
@@ -264,13 +275,13 @@ async def test_a_handler_that_blocks_the_loop_longer_than_its_lease_loses_it(
 
 
 async def test_without_the_database_a_handler_ends_before_its_lease_does(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-34: by the worker's own clock, and nothing is written after that."""
-    async with TcpProxy(database_url) as proxy:
+    async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"1": [["wait", "gate"], ["effect"]], "*": [["effect"]]})
         worker = start_worker(
-            proxy.url, stage_url=database_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
+            proxy.url, stage_url=theatre_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
         )
         await theatre.noted("waits for gate", run)
         proxy.silence()
@@ -288,13 +299,13 @@ async def test_without_the_database_a_handler_ends_before_its_lease_does(
 
 
 async def test_a_short_outage_is_ridden_out_and_the_completion_is_written_once(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-34: inside of the lease nothing is lost."""
-    async with TcpProxy(database_url) as proxy:
+    async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"1": [["wait", "gate"], ["return", 7]]})
         worker = start_worker(
-            proxy.url, stage_url=database_url, lease_seconds=9, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
+            proxy.url, stage_url=theatre_url, lease_seconds=9, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
         )
         await theatre.noted("waits for gate", run)
         proxy.silence()
@@ -308,13 +319,13 @@ async def test_a_short_outage_is_ridden_out_and_the_completion_is_written_once(
 
 
 async def test_a_completion_whose_answer_was_lost_is_completed_once(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """J43 of the worker itself: the row lock lets the statement begin, the cut takes its answer away, the repetition finds out."""
-    async with TcpProxy(database_url) as proxy:
+    async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"1": [["wait", "gate"], ["return", 7]]})
         worker = start_worker(
-            proxy.url, stage_url=database_url, lease_seconds=9, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
+            proxy.url, stage_url=theatre_url, lease_seconds=9, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
         )
         await theatre.noted("waits for gate", run)
         await theatre.connection.execute(
@@ -341,7 +352,7 @@ async def test_a_completion_whose_answer_was_lost_is_completed_once(
 
 @pytest.mark.parametrize("wakeup", ["listen", "poll"])
 async def test_a_handlers_transaction_on_a_silent_network_ends(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory, wakeup: str
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory, wakeup: str
 ) -> None:
     """Its slot is free again: no wait of a handler's connection is without a bound."""
     await theatre.connection.execute(
@@ -349,10 +360,10 @@ async def test_a_handlers_transaction_on_a_silent_network_ends(
         "PERFORM pg_advisory_xact_lock(21); RETURN NULL; END $$; "
         "CREATE TRIGGER hold AFTER INSERT ON stage.effects FOR EACH ROW EXECUTE FUNCTION stage.hold()"
     )
-    async with TcpProxy(database_url) as proxy:
+    async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"1": [["effect"]], "*": [["effect"]]})
         await theatre.connection.execute("SELECT pg_advisory_lock(21)")
-        worker = start_worker(proxy.url, stage_url=database_url, concurrency=1, wakeup=wakeup, **SHORT)
+        worker = start_worker(proxy.url, stage_url=theatre_url, concurrency=1, wakeup=wakeup, **SHORT)
 
         await eventually(lambda: waits_for_advisory_lock(theatre), message="the handler's statement is on its way")
         proxy.silence()
@@ -363,7 +374,7 @@ async def test_a_handlers_transaction_on_a_silent_network_ends(
 
 
 async def test_a_commit_of_a_handlers_whose_answer_was_lost_is_completed_once(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """The transaction holds the job's row until the server has decided, so nobody takes the run over meanwhile."""
     await theatre.connection.execute(
@@ -372,10 +383,10 @@ async def test_a_commit_of_a_handlers_whose_answer_was_lost_is_completed_once(
         "CREATE CONSTRAINT TRIGGER hold AFTER INSERT ON stage.effects DEFERRABLE INITIALLY DEFERRED "
         "FOR EACH ROW EXECUTE FUNCTION stage.hold()"
     )
-    async with TcpProxy(database_url) as proxy:
+    async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"*": [["effect"]]})
         await theatre.connection.execute("SELECT pg_advisory_lock(22)")
-        worker = start_worker(proxy.url, stage_url=database_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100)
+        worker = start_worker(proxy.url, stage_url=theatre_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100)
         await eventually(lambda: waits_for_advisory_lock(theatre), message="the commit is on its way")
         proxy.silence()
         await theatre.connection.execute("SELECT pg_advisory_unlock(22)")
@@ -395,11 +406,11 @@ async def waits_for_advisory_lock(theatre: Theatre) -> bool:
     return bool(await theatre.connection.fetchval(WAITS))
 
 
-async def test_a_worker_starts_before_its_database_does(database_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
-    async with TcpProxy(database_url) as proxy:
+async def test_a_worker_starts_before_its_database_does(theatre_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
+    async with TcpProxy(theatre_url) as proxy:
         url = proxy.url
     run = await theatre.accept({})
-    worker = start_worker(url, stage_url=database_url, **LONG)
+    worker = start_worker(url, stage_url=theatre_url, **LONG)
     await eventually(lambda: worker.logged("database_unreachable"), message="the worker says that it waits")
     async with httpx.AsyncClient() as client:
         assert (await client.get(f"{worker.url}/livez")).status_code == 200
@@ -415,10 +426,10 @@ async def test_a_worker_starts_before_its_database_does(database_url: str, theat
 
 
 async def test_a_terminated_listener_costs_one_poll_and_comes_back(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-37."""
-    worker = start_worker(database_url, lease_seconds=120, poll_interval_ms=2_000)
+    worker = start_worker(theatre_url, lease_seconds=120, poll_interval_ms=2_000)
     await worker.wait_ready()
 
     async def listening() -> bool:
@@ -440,11 +451,11 @@ async def test_a_terminated_listener_costs_one_poll_and_comes_back(
 
 
 async def test_an_idle_worker_asks_little_and_a_lost_listener_does_not_change_that(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-37: no busy loop."""
     await count_statements(theatre)
-    worker = start_worker(database_url, lease_seconds=120, poll_interval_ms=100)
+    worker = start_worker(theatre_url, lease_seconds=120, poll_interval_ms=100)
     await worker.wait_ready()
     await theatre.connection.execute(HANG_UP)
     before, polls = await calls(theatre), await metric(worker, 'fencepost_worker_wakeups_total{kind="poll"}')
@@ -462,10 +473,10 @@ async def test_an_idle_worker_asks_little_and_a_lost_listener_does_not_change_th
 
 
 async def test_a_sleeping_workers_flag_is_renewed_before_it_runs_out(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """With a poll interval longer than the flag lives, a job still rings."""
-    worker = start_worker(database_url, lease_seconds=120, poll_interval_ms=60_000)
+    worker = start_worker(theatre_url, lease_seconds=120, poll_interval_ms=60_000)
     await worker.wait_ready()
 
     async def flag() -> int:
@@ -491,7 +502,7 @@ async def is_later(left: Any, right: Any) -> bool:
 
 async def count_statements(theatre: Theatre) -> None:
     try:
-        await theatre.connection.execute("CREATE EXTENSION pg_stat_statements")
+        await theatre.connection.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
     except asyncpg.PostgresError as error:
         pytest.skip(f"this server counts no statements: {error}")
 
@@ -509,12 +520,12 @@ async def calls(theatre: Theatre) -> dict[str, int]:
 
 
 async def test_a_stopped_worker_finishes_what_is_short_and_gives_back_the_rest(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-32, a tenth as long: lease 3 s, grace 2 s."""
     short = await theatre.accept({"1": [["wait", "short"], ["return", 1]]})
     long = await theatre.accept({"*": [["progress", {"page": 3}], ["wait", "long"]]})
-    worker = start_worker(database_url, lease_seconds=3, lease_margin_seconds=0.3, stop_grace_seconds=2, poll_interval_ms=100)
+    worker = start_worker(theatre_url, lease_seconds=3, lease_margin_seconds=0.3, stop_grace_seconds=2, poll_interval_ms=100)
     await theatre.noted("waits for short")
     await theatre.noted("waits for long")
     began = time.monotonic()
@@ -535,11 +546,11 @@ async def test_a_stopped_worker_finishes_what_is_short_and_gives_back_the_rest(
 
 @pytest.mark.parametrize("steps", [[["ignore", "never"]], [["thread", 60]]], ids=["ignores", "thread"])
 async def test_a_handler_that_does_not_end_does_not_hold_up_a_stop(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory, steps: Steps
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory, steps: Steps
 ) -> None:
     """The process ends in time with exit code 0; what could not be given back runs out."""
     run = await theatre.accept({"*": steps})
-    worker = start_worker(database_url, stop_grace_seconds=1, lease_seconds=30, poll_interval_ms=100)
+    worker = start_worker(theatre_url, stop_grace_seconds=1, lease_seconds=30, poll_interval_ms=100)
     await eventually(lambda: theatre.notes(run), message="the handler runs")
     began = time.monotonic()
     worker.terminate()
@@ -555,9 +566,9 @@ async def test_a_handler_that_does_not_end_does_not_hold_up_a_stop(
     assert await theatre.ends(run) == []
 
 
-async def test_a_second_signal_does_not_spoil_a_stop(database_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
+async def test_a_second_signal_does_not_spoil_a_stop(theatre_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
     run = await theatre.accept({"1": [["wait", "gate"]]})
-    worker = start_worker(database_url, stop_grace_seconds=5, **LONG)
+    worker = start_worker(theatre_url, stop_grace_seconds=5, **LONG)
     await theatre.noted("waits for gate", run)
     worker.terminate()
     await eventually(lambda: worker.logged("worker_stopping"))
@@ -568,11 +579,11 @@ async def test_a_second_signal_does_not_spoil_a_stop(database_url: str, theatre:
     assert await theatre.runs.state(run) == ("completed", "completed")
 
 
-async def test_a_stop_without_a_database_ends_in_time(database_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
-    async with TcpProxy(database_url) as proxy:
+async def test_a_stop_without_a_database_ends_in_time(theatre_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
+    async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"*": [["wait", "gate"]]})
         worker = start_worker(
-            proxy.url, stage_url=database_url, lease_seconds=3, lease_margin_seconds=1, stop_grace_seconds=1, wakeup="poll"
+            proxy.url, stage_url=theatre_url, lease_seconds=3, lease_margin_seconds=1, stop_grace_seconds=1, wakeup="poll"
         )
         await theatre.noted("waits for gate", run)
     began = time.monotonic()
@@ -587,12 +598,12 @@ async def test_a_stop_without_a_database_ends_in_time(database_url: str, theatre
 
 
 async def test_a_state_that_must_not_exist_ends_the_process_and_leases_run_out(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """A generation that went back: exit code 1, and nothing more is written."""
     run = await theatre.accept({"1": [["wait", "gate"], ["return", 1]]})
     bystander = await theatre.accept({"*": [["wait", "other"]]})
-    worker = start_worker(database_url, **LONG)
+    worker = start_worker(theatre_url, **LONG)
     await theatre.noted("waits for gate", run)
     await theatre.noted("waits for other", bystander)
     await theatre.connection.execute("UPDATE fencepost.jobs SET lease_generation = 0, attempts = 0 WHERE run_id = $1", run)
@@ -604,10 +615,10 @@ async def test_a_state_that_must_not_exist_ends_the_process_and_leases_run_out(
 
 
 async def test_sys_exit_in_a_handler_ends_its_attempt_and_not_the_process(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     waits = await theatre.accept({"1": [["wait", "gate"], ["return", 1]]})
-    worker = start_worker(database_url, **LONG)
+    worker = start_worker(theatre_url, **LONG)
     await theatre.noted("waits for gate", waits)
     for kind in ("exit", "interrupt", "base_group", "generator"):
         run = await theatre.accept({"*": [["fail", kind]]}, max_attempts=1)
@@ -620,11 +631,11 @@ async def test_sys_exit_in_a_handler_ends_its_attempt_and_not_the_process(
 
 
 async def test_no_secret_of_a_run_stands_in_a_table_a_log_or_a_metric(
-    database_url: str, theatre: Theatre, start_worker: WorkerFactory
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """SEC-1: whatever a handler's errors quote."""
     secret = f"marker-{secrets.token_hex(8)}"
-    worker = start_worker(database_url, log_level="debug", **LONG)
+    worker = start_worker(theatre_url, log_level="debug", **LONG)
     scripts: list[Steps] = [
         [["fail", "error", secret]], [["fail", "group", secret]], [["fail", "base_group", secret]], [["forget", secret]],
         [["event", secret]], [["wrong step", secret]],

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
@@ -27,8 +27,11 @@ from consumer_sdk.handlers import Handlers
 from consumer_sdk.retry import Retry
 from consumer_sdk.worker import Worker
 from consumer_sdk.worker_settings import load_worker_settings
+from fencepost.devservices import Services
 from fencepost.errors import ConfigurationError, InvalidCommand, LeaseLost, TransactionRequired
+from tests.support.emptied import emptied
 from tests.support.runs import Runs
+from tests.support.session import SharedServices
 from tests.support.waiting import eventually
 
 WORKFLOW: Final = "report"
@@ -103,10 +106,18 @@ class Shop:
         return dict(row)
 
 
+@pytest.fixture(scope="module")
+def shop_url(services: Services, shared_services: SharedServices) -> Iterator[str]:
+    """The module's database."""
+    url = services.create_database(shared_services.template_url)
+    yield url
+    services.drop_database(url)
+
+
 @pytest.fixture
-async def shop(database_url: str) -> AsyncIterator[Shop]:
-    connection = await asyncpg.connect(database_url)
-    shop = Shop(database_url, connection)
+async def shop(shop_url: str) -> AsyncIterator[Shop]:
+    connection = await emptied(shop_url)
+    shop = Shop(shop_url, connection)
     yield shop
     await shop.close()
     await connection.close()
