@@ -24,6 +24,8 @@ __all__ = ["HealthServer", "Problems"]
 Problems = Callable[[], list[str]]
 
 _REQUEST_SECONDS: Final = 5
+# A stop waits for it.
+_POLL_SECONDS: Final = 0.05
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -67,7 +69,9 @@ class HealthServer:
                 "give each process of a machine a port of its own (0 picks one)"
             ) from error
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": _POLL_SECONDS}, name="health", daemon=True
+        )
         self._thread.start()
 
     def _serve(self, environment: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:

@@ -281,7 +281,7 @@ async def test_without_the_database_a_handler_ends_before_its_lease_does(
     async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"1": [["wait", "gate"], ["effect"]], "*": [["effect"]]})
         worker = start_worker(
-            proxy.url, stage_url=theatre_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100, wakeup="poll"
+            proxy.url, stage_url=theatre_url, lease_seconds=2, lease_margin_seconds=0.6, poll_interval_ms=100, wakeup="poll"
         )
         await theatre.noted("waits for gate", run)
         proxy.silence()
@@ -386,7 +386,7 @@ async def test_a_commit_of_a_handlers_whose_answer_was_lost_is_completed_once(
     async with TcpProxy(theatre_url) as proxy:
         run = await theatre.accept({"*": [["effect"]]})
         await theatre.connection.execute("SELECT pg_advisory_lock(22)")
-        worker = start_worker(proxy.url, stage_url=theatre_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100)
+        worker = start_worker(proxy.url, stage_url=theatre_url, lease_seconds=2, lease_margin_seconds=0.6, poll_interval_ms=100)
         await eventually(lambda: waits_for_advisory_lock(theatre), message="the commit is on its way")
         proxy.silence()
         await theatre.connection.execute("SELECT pg_advisory_unlock(22)")
@@ -488,12 +488,13 @@ async def test_a_sleeping_workers_flag_is_renewed_before_it_runs_out(
     await eventually(lambda: is_later(flag, now), message="the bell is armed")
     first = await flag()
 
-    async def first_would_be_over() -> bool:
-        return await now() > first
+    async def renewed() -> bool:
+        return await flag() > first
 
-    await eventually(first_would_be_over, message="the first flag is over")
-    assert await flag() > await now()
+    await eventually(renewed, message="the flag was renewed")
+    assert await now() < first
     await theatre.reaches(await theatre.accept({}), "completed")
+    assert await metric(worker, 'fencepost_worker_wakeups_total{kind="poll"}') <= 1
 
 
 async def is_later(left: Any, right: Any) -> bool:
