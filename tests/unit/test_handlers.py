@@ -66,7 +66,9 @@ async def _generator(_context: Any, _value: Any) -> Any:
     yield
 
 
-@pytest.mark.parametrize("function", [lambda _c, _v: None, print, 5, None, _generator], ids=["lambda", "print", "5", "None", "generator"])
+@pytest.mark.parametrize(
+    "function", [lambda _c, _v: None, print, 5, None, _generator], ids=["lambda", "print", "5", "None", "generator"]
+)
 def test_what_is_no_coroutine_function_is_refused(function: Any) -> None:
     with pytest.raises(ConfigurationError, match="async def"):
         Handlers().handler("report")(function)
