@@ -1,6 +1,7 @@
 """Supervises one attempt: runs the handler, stops it when there is a reason to, and writes what it ended in."""
 
 import asyncio
+import logging
 import random
 from typing import Final
 
@@ -9,6 +10,7 @@ import structlog
 from consumer_sdk.classification import Failure
 from consumer_sdk.context import AttemptState, RunContext
 from consumer_sdk.decision import Action, Drop, Ended, Raised, Returned, StopReason, WasCancelled, decide
+from consumer_sdk.evidence import frames_of, problems_of
 from consumer_sdk.handlers import Handler
 from consumer_sdk.jobs import Completion, Release
 from consumer_sdk.run_writer import RunWriter
@@ -71,7 +73,7 @@ class Attempt:
             await self._learn_why()
         action, failure = decide(state, ended, self.reason, retry=self._handler.retry, random=random.random)
         if failure is not None:
-            self._note(failure)
+            self._note(failure, ended)
         await self._write(action)
 
     async def _learn_why(self) -> None:
@@ -88,7 +90,8 @@ class Attempt:
     async def _handled(self) -> Ended:
         try:
             value = self._handler.parse(self.state.claim.input)
-        except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no input may end the worker
+        except Exception as refused:  # noqa: BLE001 - a boundary: the model is the author's, and no input may end the worker
+            _log.warning("input_refused", run_id=str(self.state.claim.key.run_id), problems=problems_of(refused))
             return Raised(_INVALID_INPUT)
         handling = asyncio.create_task(self._call(value))
         self._handling = handling
@@ -152,20 +155,19 @@ class Attempt:
         else:
             self._ended("completed")
 
-    def _note(self, failure: Failure) -> None:
+    def _note(self, failure: Failure, ended: Ended) -> None:
+        """What a developer needs to find the fault, and no value: class, code and place, never the message."""
         claim = self.state.claim
-        if self.reason is not StopReason.CANCEL_REQUESTED:
-            self._metrics.attempt_failed(claim.workflow, failure.kind)
-        _log.info(
-            "attempt_failed",
-            run_id=str(claim.key.run_id),
-            workflow=claim.workflow,
-            attempt=claim.attempt,
-            generation=claim.key.generation,
-            kind=failure.kind,
-            code=failure.code,
-            error_class=failure.error_class,
-        )
+        run_id, generation = str(claim.key.run_id), claim.key.generation
+        run = {"run_id": run_id, "workflow": claim.workflow, "attempt": claim.attempt, "generation": generation}
+        if self.reason is StopReason.CANCEL_REQUESTED:
+            _log.info("attempt_cancelled", **run)
+            return
+        self._metrics.attempt_failed(claim.workflow, failure.kind)
+        error = ended.error if isinstance(ended, Raised) else None
+        told = {"kind": failure.kind, "code": failure.code, "error_class": failure.error_class, "at": frames_of(error)}
+        level = logging.WARNING if failure.kind != "retryable" or failure.code == "unexpected" else logging.INFO
+        _log.log(level, "attempt_failed", **run, **told)
 
     def _dead(self, reason: str, code: str) -> None:
         claim = self.state.claim

@@ -59,7 +59,7 @@ _OURS = {
 }
 _CANCELLED = Failure(kind="terminal", code="cancelled", error_class="fencepost.Cancelled")
 _HANDLER_CANCELLED = Failure(kind="retryable", code="handler_cancelled", error_class="asyncio.CancelledError")
-_INVALID_OUTPUT = Failure(kind="terminal", code="invalid_output", error_class="fencepost.InvalidCommand")
+_INVALID_OUTPUT = Failure(kind="terminal", code="invalid_output", error_class="fencepost.errors.InvalidCommand")
 
 
 def decide(

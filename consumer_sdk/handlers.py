@@ -73,7 +73,7 @@ class Handlers:
             raise ConfigurationError(f"operation {operation}: has a reconciler already; register each operation once")
 
         def register(function: _Reconciler) -> _Reconciler:
-            _check_function(f"operation {operation}: the reconciler", function)
+            _check_function(f"operation {operation}: the reconciler", function, "the effect", 1)
             self._reconcilers[operation] = function
             return function
 
@@ -97,6 +97,8 @@ class Handlers:
         progress_seconds: float | None = None,
     ) -> Callable[[_Function], _Function]:
         """Register the decorated coroutine function. Raises ``ConfigurationError`` for what cannot work."""
+        if callable(workflow):
+            raise ConfigurationError('write @handlers.handler("the workflow\'s name"), with its name')
         if not _WORKFLOW.fullmatch(workflow):
             raise ConfigurationError("workflow: must be 1 to 200 characters of a-z A-Z 0-9 _ . : -")
         if workflow in self._handlers:
@@ -109,7 +111,7 @@ class Handlers:
             _check_seconds(f"workflow {workflow}: {name}", seconds)
 
         def register(function: _Function) -> _Function:
-            _check_function(f"workflow {workflow}: the handler", function)
+            _check_function(f"workflow {workflow}: the handler", function, "context and input", 2)
             self._handlers[workflow] = Handler(
                 workflow=workflow,
                 function=function,
@@ -123,9 +125,13 @@ class Handlers:
         return register
 
 
-def _check_function(what: str, function: object) -> None:
+def _check_function(what: str, function: object, takes: str, arguments: int) -> None:
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(f"{what} must be an `async def` function")
+    try:
+        inspect.signature(function).bind(*[None] * arguments)
+    except TypeError:
+        raise ConfigurationError(f"{what} must take {takes}, and nothing else without a default") from None
 
 
 def _check_seconds(name: str, seconds: float | None) -> None:

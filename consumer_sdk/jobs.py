@@ -93,6 +93,7 @@ class Settled:
 class Reaped:
     """A job that no claim could see any more."""
 
+    run_id: UUID
     workflow: str
     state: str
     reason: str | None

@@ -137,7 +137,7 @@ class RunStore:
     async def reap(self, *, limit: int) -> Sequence[Reaped]:
         """End or queue again what no claim can see."""
         rows = await self._fetch("reap", limit)
-        return [Reaped(workflow=row["workflow"], state=row["state"], reason=row["reason"]) for row in rows]
+        return [Reaped(run_id=row["run_id"], workflow=row["workflow"], state=row["state"], reason=row["reason"]) for row in rows]
 
     async def expire_keys(self, *, limit: int) -> int:
         """Turn idempotency keys past their retention into tombstones; how many."""

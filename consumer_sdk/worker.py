@@ -8,10 +8,9 @@ import asyncio
 import contextlib
 import random
 import traceback
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from secrets import token_hex
 from typing import Any, Final
-from uuid import UUID
 
 import structlog
 
@@ -19,12 +18,13 @@ from consumer_sdk.attempt import Attempt
 from consumer_sdk.context import AttemptState
 from consumer_sdk.decision import StopReason
 from consumer_sdk.handlers import Handlers
-from consumer_sdk.jobs import Claim, JobKey
+from consumer_sdk.jobs import Claim, JobKey, Reaped
+from consumer_sdk.lease_keeping import LeaseKeeper
 from consumer_sdk.run_store import RunStore, Served
 from consumer_sdk.run_writer import RunWriter
 from consumer_sdk.worker_bell import WorkerBell
 from consumer_sdk.worker_metrics import WorkerMetrics
-from consumer_sdk.worker_settings import WorkerSettings
+from consumer_sdk.worker_settings import WorkerSettings, unknown_worker_variables
 from fencepost import __version__
 from fencepost.clock import lease_clock
 from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
@@ -36,16 +36,14 @@ __all__ = ["Worker"]
 _log = structlog.get_logger(__name__)
 
 _WATCH_SECONDS: Final = 0.1
+_BLOCKED_SECONDS: Final = 1.0
 _MEASURE_SECONDS: Final = 5.0
 _DEPTH_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 500
-_MOST_HEARD_OF: Final = 1_000
 _MOST_FRAMES: Final = 12
 # From so many slots on a claim takes half of them, so that one half is executed while the other is claimed.
 _CLAIMS_HALF_FROM: Final = 50
 _LOOP_STALLED_SECONDS: Final = 30.0
-# Past its deadline the database renews an attempt no more, and a lost lease cannot be renewed.
-_NOT_RENEWED: Final = frozenset({StopReason.LEASE_LOST, StopReason.ATTEMPT_DEADLINE})
 _START_PAUSE_SECONDS: Final = 1.0
 _MOST_STATEMENT_SECONDS: Final = 10.0
 _FAULT_PAUSE_SECONDS: Final = 0.2
@@ -80,14 +78,11 @@ class Worker:
         self._metrics = WorkerMetrics(version=__version__, worker_id=self.worker_id, workflows=sorted(self._handlers))
         slots = settings.worker_concurrency
         self._claim_most = min(slots if slots < _CLAIMS_HALF_FROM else -(-slots // 2), _MOST_AT_ONCE)
-        self._attempts: dict[JobKey, Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_tenants: dict[str, str] = {}
         self._stopping = asyncio.Event()
-        self._heard_of: dict[UUID, float] = {}
         self._rung = asyncio.Event()
         self._freed = asyncio.Event()
-        self._renew_now = asyncio.Event()
         self._fault: BaseException | None = None
         self._faulted = asyncio.Event()
         self._ticked_at = self._database_seen_at = lease_clock()
@@ -133,6 +128,7 @@ class Worker:
                 remedy = "see FENCEPOST_DATABASE_URL; the worker goes on once the database answers"
                 _log.warning("database_unreachable", error=str(error), retry_seconds=_START_PAUSE_SECONDS, remedy=remedy)
                 await self._pause(_START_PAUSE_SECONDS)
+        _log.info("worker_stopped", reason="stopped before the database answered")
         return None
 
     async def _opened_store(self) -> RunStore:
@@ -161,6 +157,7 @@ class Worker:
             secrets=self._secrets,
             metrics=self._metrics,
         )
+        keeper = LeaseKeeper(store, settings, self._metrics, answered=self._database_answered)
         bell: WorkerBell | None = None
         if settings.worker_wakeup == "listen":
             bell = WorkerBell(
@@ -168,32 +165,34 @@ class Worker:
                 metrics=self._metrics,
                 arm=lambda milliseconds: store.arm(milliseconds=milliseconds),
                 ring=self._rung.set,
-                cancelled=self._look_at,
+                cancelled=keeper.cancelled,
             )
+        if unknown := unknown_worker_variables():
+            _log.warning("unknown_variables", names=unknown)
         _log.info("worker_started", version=__version__, name=settings.worker_name, workflows=sorted(self._handlers))
-        loops = [asyncio.create_task(loop) for loop in self._loops(store, writer, bell)]
-        claiming = asyncio.create_task(self._claim_forever(store, writer, bell))
+        loops = [asyncio.create_task(loop) for loop in self._loops(store, keeper, bell)]
+        claiming = asyncio.create_task(self._claim_forever(store, keeper, writer, bell))
         try:
             ends = [asyncio.create_task(event.wait()) for event in (self._stopping, self._faulted)]
             await asyncio.wait([*loops, claiming, *ends], return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
             if self._stopping.is_set() and not self._faulted.is_set():
-                await self._finish(claiming)
+                await self._finish(keeper, claiming)
         finally:
             await self._end([*loops, claiming])
             await writer.close()
         self._raise_fault([*loops, claiming])
         _log.info("worker_stopped")
 
-    def _loops(self, store: RunStore, writer: RunWriter, bell: WorkerBell | None) -> Sequence[Coroutine[Any, Any, None]]:
+    def _loops(self, store: RunStore, keeper: LeaseKeeper, bell: WorkerBell | None) -> Sequence[Coroutine[Any, Any, None]]:
         """What runs side by side until the last attempt has ended."""
-        loops = [self._renew_forever(store), self._watch(), self._maintain(store), self._measure(store)]
+        loops = [keeper.renew_forever(), self._watch(keeper), self._maintain(store), self._measure(store)]
         return [*loops, bell.run()] if bell is not None else loops
 
     # Claiming
 
-    async def _claim_forever(self, store: RunStore, writer: RunWriter, bell: WorkerBell | None) -> None:
+    async def _claim_forever(self, store: RunStore, keeper: LeaseKeeper, writer: RunWriter, bell: WorkerBell | None) -> None:
         while not self._stopping.is_set():
             free = self._settings.worker_concurrency - len(self._tasks)
             if free <= 0:
@@ -205,7 +204,7 @@ class Worker:
                 claimed_at = lease_clock()
                 claims = await self._claim(store, min(free, self._claim_most))
                 for claim in claims:
-                    self._start(claim, claimed_at, writer)
+                    self._start(claim, claimed_at, keeper, writer)
                 if not claims and not (bell is not None and await bell.armed_anew()):
                     await self._idle(store, bell)
             except TransientError as error:
@@ -220,24 +219,23 @@ class Worker:
         ]
         started = lease_clock()
         claims = await store.claim(served, limit=limit, lease_seconds=self._settings.worker_lease_seconds)
-        self._database_seen_at = lease_clock()
-        self._metrics.statement("claim", self._database_seen_at - started)
+        self._database_answered()
+        self._metrics.statement("claim", lease_clock() - started)
         if claims:
             self._metrics.claimed(len(claims))
         self._last_tenants |= {claim.workflow: claim.round_ended_at for claim in claims if claim.round_ended_at is not None}
         return claims
 
-    def _start(self, claim: Claim, claimed_at: float, writer: RunWriter) -> None:
+    def _start(self, claim: Claim, claimed_at: float, keeper: LeaseKeeper, writer: RunWriter) -> None:
         state = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds)
-        self._ask_if_cancelled(state, asked_at=claimed_at)
         attempt = Attempt(state, handler=self._handlers[claim.workflow], writer=writer, metrics=self._metrics)
-        self._attempts[claim.key] = attempt
+        keeper.add(attempt)
         task = asyncio.create_task(attempt.run())
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._attempt_ended(claim.key, done))
+        task.add_done_callback(lambda done: self._attempt_ended(keeper, claim.key, done))
 
-    def _attempt_ended(self, key: JobKey, task: asyncio.Task[None]) -> None:
-        self._attempts.pop(key, None)
+    def _attempt_ended(self, keeper: LeaseKeeper, key: JobKey, task: asyncio.Task[None]) -> None:
+        keeper.attempts.pop(key, None)
         self._tasks.discard(task)
         self._freed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -259,102 +257,28 @@ class Worker:
         except TimeoutError:
             self._metrics.woken("poll")
 
-    # Keeping and ending leases
+    # What runs beside the claims
 
-    async def _renew_forever(self, store: RunStore) -> None:
-        pause = self._settings.renew_after_seconds / 4
+    async def _watch(self, keeper: LeaseKeeper) -> None:
+        """Ten times a second: what the clock decides. Its own delay tells of a handler that blocks the loop."""
+        self._ticked_at = lease_clock()
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._renew_now.wait()
-            self._renew_now.clear()
-            due_before = lease_clock() - self._settings.renew_after_seconds + pause
-            due = [attempt for attempt in self._attempts.values() if attempt.state.renewed_at <= due_before]
-            due = [attempt for attempt in due if self._may_renew(attempt)]
-            for place in range(0, len(due), _MOST_AT_ONCE):
-                await self._renew(store, due[place : place + _MOST_AT_ONCE])
-
-    def _may_renew(self, attempt: Attempt) -> bool:
-        """A handler that does not end after it was stopped is not kept alive for ever: its lease runs out. A completion that a
-        handler's open transaction holds is not asked about: its row's lock is its fence."""
-        if attempt.state.completing or attempt.state.completed or attempt.reason in _NOT_RENEWED:
-            return False
-        grace = self._settings.worker_cancel_grace_seconds
-        return attempt.reason is None or lease_clock() - attempt.stopped_at <= grace
-
-    async def _renew(self, store: RunStore, attempts: Sequence[Attempt]) -> None:
-        checkpoints = {attempt.state.claim.key: attempt.state.unsaved_checkpoint for attempt in attempts}
-        asked_at = lease_clock()
-        try:
-            held = await store.renew(checkpoints, lease_seconds=self._settings.worker_lease_seconds)
-        except TransientError as error:
-            self._metrics.database_error("renew")
-            _log.warning("renew_failed", error=str(error))
-            return
-        self._database_seen_at = lease_clock()
-        self._metrics.statement("renew", self._database_seen_at - asked_at)
-        for attempt in attempts:
-            if attempt.state.claim.key in held:
-                self._renewed(attempt, held, checkpoints[attempt.state.claim.key], asked_at)
-            else:
-                await self._not_renewed(store, attempt)
-
-    async def _not_renewed(self, store: RunStore, attempt: Attempt) -> None:
-        """Lost, or somebody else has its row locked just now; then the next round tries again, until the lease is not trusted."""
-        key = attempt.state.claim.key
-        with contextlib.suppress(TransientError):
-            standing = await store.standing(key)
-            deadline = attempt.state.deadline
-            if key not in self._attempts:
-                return
-            if deadline is not None and lease_clock() >= deadline:
-                attempt.stop(StopReason.ATTEMPT_DEADLINE)
-            elif standing is None or not standing.held:
-                attempt.stop(StopReason.LEASE_LOST)
-
-    def _renewed(self, attempt: Attempt, held: Mapping[JobKey, bool], checkpoint: bytes | None, asked_at: float) -> None:
-        key = attempt.state.claim.key
-        attempt.state.renewed(asked_at)
-        self._ask_if_cancelled(attempt.state, asked_at=asked_at)
-        if checkpoint is not None:
-            attempt.state.saved_checkpoint = checkpoint
-        if held[key]:
-            attempt.stop(StopReason.CANCEL_REQUESTED)
-
-    def _look_at(self, run_id: UUID) -> None:
-        """A run was cancelled, it is said: if it is ours, or about to be, ask the database now."""
-        self._heard_of[run_id] = lease_clock()
-        if len(self._heard_of) > _MOST_HEARD_OF:
-            del self._heard_of[next(iter(self._heard_of))]
-        for attempt in self._attempts.values():
-            self._ask_if_cancelled(attempt.state, asked_at=attempt.state.renewed_at)
-
-    def _ask_if_cancelled(self, state: AttemptState, *, asked_at: float) -> None:
-        """Renew again at once if a cancellation was heard of since the last answer was asked for."""
-        if self._heard_of.get(state.claim.key.run_id, 0.0) >= asked_at:
-            state.renewed_at = 0.0
-            self._renew_now.set()
-
-    async def _watch(self) -> None:
-        """Ten times a second: what the clock decides."""
-        while True:
-            self._ticked_at = now = lease_clock()
-            for attempt in self._attempts.values():
-                deadline = attempt.state.deadline
-                if attempt.state.completed:
-                    continue
-                if now >= attempt.state.trusted_until:
-                    attempt.stop(StopReason.LEASE_LOST)
-                elif deadline is not None and now >= deadline:
-                    attempt.stop(StopReason.ATTEMPT_DEADLINE)
-                elif attempt.has_progress_limit_passed:
-                    attempt.stop(StopReason.NO_PROGRESS)
-            silent = now - self._database_seen_at > max(self._settings.worker_lease_seconds / 2, 5.0)
+            late = lease_clock() - self._ticked_at - _WATCH_SECONDS
+            self._ticked_at = lease_clock()
+            if late > _BLOCKED_SECONDS:
+                self._blocked(keeper, late)
+            keeper.watch()
+            silent = self._ticked_at - self._database_seen_at > max(self._settings.worker_lease_seconds / 2, 5.0)
             self._problems = ["database: no answer"] if silent else []
-            self._metrics.slots(len(self._attempts), self._settings.worker_concurrency)
+            self._metrics.slots(len(keeper.attempts), self._settings.worker_concurrency)
             await asyncio.sleep(_WATCH_SECONDS)
 
-    # What nobody claims, and what is only looked at
+    def _blocked(self, keeper: LeaseKeeper, seconds: float) -> None:
+        """Nothing ran meanwhile, renewals neither: it can cost every run of this process its lease."""
+        self._metrics.blocked(seconds)
+        workflows = sorted({attempt.state.claim.workflow for attempt in keeper.attempts.values()})
+        remedy = "a handler computes or waits without await: move that to a thread (asyncio.to_thread)"
+        _log.warning("event_loop_blocked", seconds=round(seconds, 1), workflows=workflows[:20], remedy=remedy)
 
     async def _maintain(self, store: RunStore) -> None:
         """Reap and expire, in bounded batches, at a pace that a fleet shares by chance."""
@@ -362,45 +286,55 @@ class Worker:
             await asyncio.sleep(_jittered(self._settings.worker_lease_seconds / 2))
             try:
                 for reaped in await store.reap(limit=_REAP_MOST):
-                    self._metrics.reaped(reaped.state)
-                    if reaped.state == "dead":
-                        self._metrics.dead(reaped.workflow, reaped.reason or "unknown")
+                    self._reaped(reaped)
                 self._metrics.keys_expired(await store.expire_keys(limit=_EXPIRE_MOST))
             except TransientError as error:
                 self._metrics.database_error("maintain")
                 _log.warning("maintenance_failed", error=str(error))
+
+    def _reaped(self, reaped: Reaped) -> None:
+        self._metrics.reaped(reaped.state)
+        told = {"run_id": str(reaped.run_id), "workflow": reaped.workflow, "reason": reaped.reason, "code": "lease_expired"}
+        if reaped.state == "dead":
+            self._metrics.dead(reaped.workflow, reaped.reason or "unknown")
+            _log.error("job_dead", **told)
+        else:
+            _log.warning("job_reaped", state=reaped.state, **told)
 
     async def _measure(self, store: RunStore) -> None:
         while True:
             try:
                 for depth in await store.queue_depth(sorted(self._handlers), most=_DEPTH_MOST):
                     self._metrics.queue(depth.workflow, depth.ready, depth.oldest_seconds)
-                self._database_seen_at = lease_clock()
+                self._database_answered()
             except TransientError as error:
                 self._metrics.database_error("measure")
                 _log.warning("measure_failed", error=str(error))
             await asyncio.sleep(_MEASURE_SECONDS)
 
+    def _database_answered(self) -> None:
+        self._database_seen_at = lease_clock()
+
     # Stopping
 
-    async def _finish(self, claiming: asyncio.Task[None]) -> None:
+    async def _finish(self, keeper: LeaseKeeper, claiming: asyncio.Task[None]) -> None:
         """Let attempts end by themselves within the grace, then stop them: what they leave is given back, without a failure."""
         grace = self._settings.worker_stop_grace_seconds
         ends_at = lease_clock() + grace
         reserve = min(grace * _GIVE_BACK_FRACTION, _GIVE_BACK_MOST_SECONDS)
-        _log.info("worker_stopping", attempts=len(self._attempts), grace_seconds=grace)
-        for attempt in self._attempts.values():
+        _log.info("worker_stopping", attempts=len(keeper.attempts), grace_seconds=grace)
+        for attempt in keeper.attempts.values():
             attempt.state.stopping.set()
         # A claim on its way is waited for: cancelled, it would leave leases that nobody knows of.
         await asyncio.wait([claiming], timeout=min(grace - reserve, _MOST_STATEMENT_SECONDS))
-        for attempt in self._attempts.values():
+        for attempt in keeper.attempts.values():
             attempt.state.stopping.set()
         if not await self._without_attempts(ends_at - reserve - lease_clock()):
-            for attempt in list(self._attempts.values()):
+            for attempt in list(keeper.attempts.values()):
                 attempt.stop(StopReason.STOPPING)
             if not await self._without_attempts(ends_at - lease_clock()):
                 self.left_behind = len(self._tasks)
-                runs = [str(key.run_id) for key in self._attempts]
+                runs = [str(key.run_id) for key in keeper.attempts]
                 _log.error("handlers_did_not_end", run_ids=runs[:20], consequence="their leases run out and others recover them")
 
     async def _without_attempts(self, seconds: float) -> bool:

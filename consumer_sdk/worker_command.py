@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import structlog
 import typer
 
+from consumer_sdk.evidence import frames_of
 from consumer_sdk.handlers import Handlers
 from consumer_sdk.worker import Worker
 from consumer_sdk.worker_settings import load_worker_settings
@@ -40,11 +41,16 @@ def load_handlers(place: str) -> Handlers:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        if error.name and module_name != error.name and not module_name.startswith(f"{error.name}."):
+            raise ConfigurationError(f"HANDLERS: {module_name} imports {error.name}, which is not installed") from error
         raise ConfigurationError(
             f"HANDLERS: there is no module {error.name}; start where it can be imported, or install it"
         ) from error
     except (TypeError, ValueError) as error:
         raise ConfigurationError("HANDLERS must name a module by its full name, for example orders.work:handlers") from error
+    except Exception as error:  # noqa: BLE001 - a boundary: whatever a module does when it is imported
+        place = (frames_of(error) or ["?"])[-1] if not isinstance(error, SyntaxError) else f"{error.filename}:{error.lineno}"
+        raise ConfigurationError(f"HANDLERS: importing {module_name} failed: {type(error).__name__} at {place}") from None
     found = getattr(module, attribute, None)
     if not isinstance(found, Handlers):
         raise ConfigurationError(f"HANDLERS: {module_name} has no consumer_sdk.Handlers named {attribute}")

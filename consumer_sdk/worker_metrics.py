@@ -1,19 +1,28 @@
 """Every metric of the worker. Names and labels are an interface; labels are closed sets or the workflows it has handlers for."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from consumer_sdk.classification import Kind
 from fencepost.recording import guarded
 
-__all__ = ["WorkerMetrics"]
+__all__ = ["DEAD_REASONS", "WorkerMetrics"]
 
 _SECONDS: Final = (0.001, 0.004, 0.016, 0.064, 0.25, 1, 4, 15, 60, 240, 900, 3600)
 _PHASE: Final = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1, 2.5, 5, 10)
 _JOBS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _OTHER: Final = "(other)"
+DEAD_REASONS: Final = (
+    "attempts_exhausted", "deadline_exceeded", "cost_exhausted", "not_retryable", "ambiguous",
+)  # fmt: skip
+_REAPED: Final = ("queued", "dead", "cancelled")
+_STATEMENTS: Final = (
+    "claim", "renew", "complete", "fail", "release", "append_event", "guard", "maintain", "measure",
+)  # fmt: skip
 _OUTCOMES: Final = ("completed", "retried", "dead", "cancelled", "released", "lost")
+_EFFECTS: Final = ("succeeded", "replayed", "failed", "absent", "unknown", "reconciled", "mismatch")
 
 
 class WorkerMetrics:
@@ -59,14 +68,34 @@ class WorkerMetrics:
         self._database_errors = Counter(
             "fencepost_worker_database_errors", "Statements that failed for a passing reason, by statement",
             ["statement"], registry=registry)  # fmt: skip
+        self._blocked = Counter(
+            "fencepost_event_loop_blocked_seconds",
+            "Time that a handler kept the event loop from everything else, renewals included",
+            registry=registry)  # fmt: skip
         self._listening = Gauge("fencepost_worker_listening", "1 while the LISTEN connection is up", registry=registry)
         self._expired_keys = Counter("fencepost_expired_keys", "Idempotency keys turned into tombstones", registry=registry)
+        self._effects = Counter(
+            "fencepost_effects", "Outside effects that handlers asked for, by outcome: " + ", ".join(_EFFECTS),
+            ["outcome"], registry=registry)  # fmt: skip
         self._series: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         for kind in ("ring", "poll"):
             self._wakeups.labels(kind)
+        # Every series begins at 0: `increase()` does not see the first count of one that begins at 1.
+        for outcome in _EFFECTS:
+            self._effects.labels(outcome)
+        for state in _REAPED:
+            self._reaped.labels(state)
+        for statement in _STATEMENTS:
+            self._database_errors.labels(statement)
+            self._stale.labels(statement)
+        for workflow in (*workflows, _OTHER):
+            for reason in DEAD_REASONS:
+                self._dead.labels(workflow, reason)
         for workflow in workflows:
             for outcome in _OUTCOMES:
                 self._attempts.labels(workflow, outcome)
+            for kind in get_args(Kind):
+                self._failures.labels(workflow, kind)
 
     def _ended_series(self, workflow: str, outcome: str) -> tuple[Counter, Histogram]:
         """Looked up once: a look-up an attempt would cost more than the counting."""
@@ -130,9 +159,17 @@ class WorkerMetrics:
         self._database_errors.labels(statement).inc()
 
     @guarded
+    def blocked(self, seconds: float) -> None:
+        self._blocked.inc(seconds)
+
+    @guarded
     def listening(self, up: bool) -> None:
         self._listening.set(1 if up else 0)
 
     @guarded
     def keys_expired(self, keys: int) -> None:
         self._expired_keys.inc(keys)
+
+    @guarded
+    def effect(self, outcome: str) -> None:
+        self._effects.labels(outcome).inc()

@@ -274,24 +274,33 @@ async def test_a_handler_that_blocks_the_loop_longer_than_its_lease_loses_it(
 # -- a database that goes away ---------------------------------------------------------------------------------------------
 
 
+class VanishingProxy(TcpProxy):
+    """A database that goes away: what is connected hears nothing more, who connects is refused."""
+
+    def vanish(self) -> None:
+        self.silence()
+        self._server.close()
+
+
 async def test_without_the_database_a_handler_ends_before_its_lease_does(
     theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
 ) -> None:
     """JOB-34: by the worker's own clock, and nothing is written after that."""
-    async with TcpProxy(theatre_url) as proxy:
+    async with VanishingProxy(theatre_url) as proxy:
         run = await theatre.accept({"1": [["wait", "gate"], ["effect"]], "*": [["effect"]]})
-        worker = start_worker(
-            proxy.url, stage_url=theatre_url, lease_seconds=2, lease_margin_seconds=0.6, poll_interval_ms=100, wakeup="poll"
-        )
+        worker = start_worker(proxy.url, stage_url=theatre_url, lease_seconds=3, lease_margin_seconds=1, poll_interval_ms=100)
         await theatre.noted("waits for gate", run)
-        proxy.silence()
+        proxy.vanish()
         await theatre.noted("cancelled", run)
         job = await theatre.job(run)
         left = await theatre.connection.fetchval("SELECT $1::timestamptz > clock_timestamp()", job["lease_expires_at"])
         assert left, "the handler was cancelled only after its lease"
         assert (job["state"], job["lease_generation"]) == ("leased", 1)
         await theatre.open("gate")
+        await theatre.runs.expire_lease(run)
+        start_worker(theatre_url, **LONG)
         await theatre.reaches(run, "completed")
+        assert await metric(worker, "fencepost_leases_lost_total") == 1
 
     assert worker.running
     assert await theatre.effects(run) == [2]

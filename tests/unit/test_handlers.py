@@ -2,6 +2,8 @@
 
 import functools
 import math
+import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,53 @@ def test_handlers_are_found_by_module_and_attribute() -> None:
 def test_what_cannot_be_found_is_told_with_its_remedy(place: str, remedy: str) -> None:
     with pytest.raises(ConfigurationError, match=remedy):
         load_handlers(place)
+
+
+async def _one(_context: Any) -> None:
+    return None
+
+
+async def _three(_context: Any, _value: Any, _more: Any) -> None:
+    return None
+
+
+async def _three_with_a_default(_context: Any, _value: Any, _more: Any = None) -> None:
+    return None
+
+
+@pytest.mark.parametrize("function", [_one, _three], ids=["one", "three"])
+def test_a_handler_that_cannot_be_called_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigurationError, match="workflow report: the handler must take context and input"):
+        Handlers().handler("report")(function)
+
+
+def test_more_parameters_may_have_defaults() -> None:
+    handlers = Handlers()
+    handlers.handler("report")(_three_with_a_default)
+    assert "report" in handlers.by_workflow
+
+
+def test_a_decorator_without_its_name_is_told() -> None:
+    wrong: Any = _three_with_a_default
+    with pytest.raises(ConfigurationError, match="with its name"):
+        Handlers().handler(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def broken(:\n    pass\n", r"importing (\w+) failed: SyntaxError at .*:1"),
+        ("raise RuntimeError('token=SECRET')\n", r"importing (\w+) failed: RuntimeError at .*:1"),
+        ("import no_such_dependency\n", r"(\w+) imports no_such_dependency, which is not installed"),
+    ],
+    ids=["syntax", "raises", "dependency"],
+)
+def test_a_module_with_a_fault_is_told_by_its_place_and_not_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str
+) -> None:
+    name = f"handlers_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match=told) as raised:
+        load_handlers(f"{name}:handlers")
+    assert "SECRET" not in str(raised.value)

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from consumer_sdk.worker_metrics import WorkerMetrics
+from consumer_sdk.worker_metrics import DEAD_REASONS, WorkerMetrics
 
 # name, type and labels of every series family. A change here is a change of an interface: alerts and boards read it.
 GOLDEN: Final = {
@@ -28,7 +28,9 @@ GOLDEN: Final = {
     "fencepost_worker_wakeups": ("counter", ("kind",)),
     "fencepost_worker_database_errors": ("counter", ("statement",)),
     "fencepost_worker_listening": ("gauge", ()),
+    "fencepost_event_loop_blocked_seconds": ("counter", ()),
     "fencepost_expired_keys": ("counter", ()),
+    "fencepost_effects": ("counter", ("outcome",)),
 }
 RECORDINGS: Final[dict[str, Callable[[WorkerMetrics], None]]] = {
     "attempt_ended": lambda m: m.attempt_ended("report", "completed", 0.5),
@@ -44,7 +46,9 @@ RECORDINGS: Final[dict[str, Callable[[WorkerMetrics], None]]] = {
     "woken": lambda m: m.woken("ring"),
     "database_error": lambda m: m.database_error("renew"),
     "listening": lambda m: m.listening(True),
+    "blocked": lambda m: m.blocked(1.5),
     "keys_expired": lambda m: m.keys_expired(4),
+    "effect": lambda m: m.effect("succeeded"),
 }
 
 
@@ -62,6 +66,29 @@ def metrics() -> WorkerMetrics:
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("fencepost_dead_jobs_total", {"workflow": workflow, "reason": reason})
+        for workflow in ("report", "(other)")
+        for reason in DEAD_REASONS
+    ]
+    + [
+        ("fencepost_attempt_failures_total", {"workflow": "report", "kind": kind})
+        for kind in ("retryable", "terminal", "ambiguous")
+    ]
+    + [
+        ("fencepost_worker_database_errors_total", {"statement": name})
+        for name in ("claim", "renew", "complete", "fail", "release")
+    ]
+    + [("fencepost_stale_writes_refused_total", {"statement": "complete"}), ("fencepost_reaped_jobs_total", {"state": "dead"})],
+    ids=str,
+)
+def test_what_alerts_watch_begins_at_0(metrics: WorkerMetrics, name: str, labels: dict[str, str]) -> None:
+    """increase() over a series that begins at 1 is 0: the first death would page nobody."""
+    assert value(metrics, name, **labels) == 0
 
 
 def test_the_names_types_and_labels_are_these(metrics: WorkerMetrics) -> None:
