@@ -294,7 +294,7 @@ class Worker:
 
     def _reaped(self, reaped: Reaped) -> None:
         self._metrics.reaped(reaped.state)
-        told = {"run_id": str(reaped.run_id), "workflow": reaped.workflow, "reason": reaped.reason, "code": "lease_expired"}
+        told = {"run_id": str(reaped.run_id), "workflow": reaped.workflow, "reason": reaped.reason}
         if reaped.state == "dead":
             self._metrics.dead(reaped.workflow, reaped.reason or "unknown")
             _log.error("job_dead", **told)
