@@ -89,7 +89,12 @@ class Acceptance:
     def __init__(
         self, command: Command, scope: Scope, key: str | Unkeyed, *, secrets: Secrets | None, key_retention_seconds: float
     ) -> None:
-        """Raises ``KeyMissing`` and ``KeyInvalid``; ``ConfigurationError`` where a key is given and there are no secrets."""
+        """Raises ``KeyMissing`` and ``KeyInvalid``; ``ConfigurationError`` where a key is given and there are no secrets;
+        ``TypeError`` for an argument that is of another kind, two that were exchanged say."""
+        _require("command", command, Command, "Command(workflow=..., input=...)")
+        _require("scope", scope, Scope, "Scope(tenant_id=..., principal=..., operation=...)")
+        if secrets is not None:
+            _require("secrets", secrets, Secrets, "Secrets({1: ...}, write=[1]), or leave it out to read the environment's")
         check_seconds("key_retention_seconds", key_retention_seconds, 1, MAX_KEY_RETENTION_SECONDS)
         self._command = command
         self._scope = scope
@@ -232,6 +237,7 @@ def outcomes(acceptances: Sequence[Acceptance | IdempotencyError], answers: Sequ
 
 
 def _acceptance(submission: Submission, secrets: Secrets | None, key_retention_seconds: float) -> Acceptance | IdempotencyError:
+    _require("a submission", submission, Submission, "Submission(command, scope, key)")
     try:
         return Acceptance(
             submission.command,
@@ -242,6 +248,11 @@ def _acceptance(submission: Submission, secrets: Secrets | None, key_retention_s
         )
     except IdempotencyError as error:
         return error
+
+
+def _require(name: str, value: object, kind: type, remedy: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, is a {type(value).__name__}; pass {remedy}")
 
 
 def _outcome(acceptance: Acceptance, answer: Answer) -> Accepted | IdempotencyError:

@@ -104,11 +104,12 @@ def _set(command: Command, values: Mapping[str, object]) -> None:
 
 def _bound(given: object, request: object) -> object:
     """What the fingerprint is made of, copied so that the caller's own objects may change."""
+    field = "input" if isinstance(request, _Input) else "request"
     if isinstance(request, _Input):
         request = parse_json(given) if isinstance(given, bytes) else given
     try:
         bound = request_of(request)
     except InvalidJson as error:
-        raise InvalidCommand("request", error.limit, error.remedy) from None
-    check_request(bound)
+        raise InvalidCommand(field, error.limit, error.remedy) from None
+    check_request(bound, field=field)
     return bound

@@ -10,9 +10,9 @@ from decimal import Decimal
 from typing import Any, Final, NoReturn, Protocol
 from uuid import UUID
 
-from fencepost.canonical_json import MAX_BYTES, canonical_json, parse_json
+from fencepost.canonical_json import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, canonical_json, parse_json
 from fencepost.errors import InvalidCommand, InvalidEvent, InvalidJson
-from producer_sdk.rules import check_optional_text, check_topic
+from producer_sdk.rules import check_optional_text, check_text, check_topic
 
 __all__ = [
     "MAX_ATTEMPTS",
@@ -21,9 +21,11 @@ __all__ = [
     "MAX_SECONDS",
     "MIN_DEADLINE_SECONDS",
     "check_command",
+    "check_expected_version",
     "check_request",
+    "check_required_text",
     "check_seconds",
-    "check_text",
+    "check_words",
     "cost",
 ]
 
@@ -36,6 +38,12 @@ MAX_COST_LIMIT: Final = 10**15
 MAX_COST_DECIMALS: Final = 18
 
 _MAX_VERSION: Final = 2**31 - 1
+_MAX_RUN_VERSION: Final = 2**63 - 1
+_ENCODER_REASONS: Final = {
+    "Out of range float": "it holds NaN or an infinity",
+    "Circular reference": "it holds itself",
+    "Exceeds the limit": f"it holds a number of more than {MAX_DIGITS} digits",
+}
 _WORKFLOW: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 
@@ -79,13 +87,14 @@ def check_command(command: Draft, given_input: object) -> bytes:
     return stored
 
 
-def check_request(request: object) -> None:
-    """Raise ``InvalidCommand`` for a request that has no canonical form."""
+def check_request(request: object, *, field: str) -> None:
+    """Raise ``InvalidCommand`` for a request that has no canonical form. ``field``: what the caller passed it as."""
     try:
         canonical_json(request)
     except InvalidJson as error:
+        remedy = "pass request= with what the client sent, as JSON values"
         raise InvalidCommand(
-            "request", f"{error.field} {error.limit}", "pass request= with what the client sent, as JSON values"
+            field, f"{error.field} {error.limit}", remedy if field == "request" else f"{error.remedy}; or {remedy}"
         ) from None
 
 
@@ -96,11 +105,26 @@ def check_seconds(field: str, seconds: object, least: float, most: float) -> Non
         raise InvalidCommand(field, f"must be a number from {least} to {most}", "pass seconds within that range")
 
 
-def check_text(field: str, text: object, most: int) -> None:
+def check_required_text(field: str, text: object, most: int, *, remedy: str) -> None:
     """Raise ``InvalidCommand`` for what is not text of 1 to ``most`` bytes."""
     if text is None:
-        raise InvalidCommand(field, "is required", "pass a str")
-    _as_event_rule(check_optional_text, field, text, most=most)
+        raise InvalidCommand(field, "is required", remedy)
+    _as_event_rule(check_text, field, text, most=most, remedy=remedy)
+
+
+def check_words(field: str, text: object, most: int, *, remedy: str) -> None:
+    """``check_required_text`` for what people say: blanks say nothing."""
+    check_required_text(field, text, most, remedy=remedy)
+    if str(text).isspace():
+        raise InvalidCommand(field, "holds blanks only", remedy)
+
+
+def check_expected_version(version: object) -> None:
+    """Raise ``InvalidCommand`` for what is neither None nor the version of a run."""
+    if version is not None and not _is_integer(version, _MAX_RUN_VERSION):
+        raise InvalidCommand(
+            "expected_version", "must be an integer from 1 to 2**63 - 1", "pass the version that read_run gave, or None"
+        )
 
 
 def cost(limit: object) -> object:
@@ -127,9 +151,18 @@ def _dumped(value: object) -> bytes:
         reason = str(error)  # names types, never values
     except UnicodeEncodeError:
         reason = "it holds text that is not valid Unicode"
-    except (ValueError, RecursionError):
-        reason = "it holds NaN, an infinity, or itself, or it is nested too deeply"
+    except ValueError as error:
+        reason = _unencodable(str(error))
+    except RecursionError:
+        reason = f"it is nested deeper than {MAX_DEPTH}"
     raise InvalidCommand("input", f"must be a value that JSON can hold: {reason}", "convert it first")
+
+
+def _unencodable(message: str) -> str:
+    """Why the encoder gave up, by how its message begins; the message itself may go on with a value."""
+    return next(
+        (reason for start, reason in _ENCODER_REASONS.items() if message.startswith(start)), "a part of it cannot be dumped"
+    )
 
 
 def _model_values(value: object) -> object:
@@ -153,8 +186,12 @@ def _check_workflow(workflow: object) -> None:
 
 
 def _check_integer(field: str, number: object, most: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
+    if not _is_integer(number, most):
         raise InvalidCommand(field, f"must be an integer from 1 to {most}", "pass one within that range")
+
+
+def _is_integer(number: object, most: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= most
 
 
 def _check_cost_limit(limit: object) -> None:

@@ -24,7 +24,7 @@ from fencepost.wire import (
     RESERVED_HEADERS,
 )
 
-__all__ = ["check_count", "check_event", "check_optional_text", "check_topic", "key_bytes"]
+__all__ = ["check_count", "check_event", "check_optional_text", "check_text", "check_topic", "key_bytes"]
 
 _TOPIC: Final = re.compile(rf"[a-zA-Z0-9._-]{{1,{MAX_TOPIC_CHARACTERS}}}")
 _DOTS: Final = frozenset({".", ".."})
@@ -59,7 +59,7 @@ class Draft(Protocol):
 def check_event(event: Draft) -> None:
     """Raise ``InvalidEvent`` for the first rule that the event breaks, in the order of the SQL function."""
     check_topic(event.topic)
-    _check_text("type", event.type)
+    check_text("type", event.type)
     _check_key(event.key)
     _check_payload(event.payload, event.key)
     _check_event_id(event.event_id)
@@ -132,10 +132,11 @@ def _check_event_id(event_id: object) -> None:
 def check_optional_text(field: str, text: object, *, most: int = MAX_ATTRIBUTE_BYTES) -> None:
     """Raise ``InvalidEvent`` for what is neither None nor text of 1 to ``most`` bytes."""
     if text is not None:
-        _check_text(field, text, most=most, remedy="shorten it, or leave it out")
+        check_text(field, text, most=most, remedy="shorten it, or leave it out")
 
 
-def _check_text(field: str, text: object, *, most: int = MAX_ATTRIBUTE_BYTES, remedy: str = "give it a name of that size") -> None:
+def check_text(field: str, text: object, *, most: int = MAX_ATTRIBUTE_BYTES, remedy: str = "give it a name of that size") -> None:
+    """Raise ``InvalidEvent`` for what is not text of 1 to ``most`` bytes."""
     if not isinstance(text, str):
         raise InvalidEvent(field, "must be text", "pass a str")
     size = len(_encoded(field, text))
@@ -176,7 +177,7 @@ def _checked_header_bytes(place: int, header: object) -> int:
 
 def _check_header_name(place: int, name: object) -> None:
     try:
-        _check_text("headers", name, most=MAX_HEADER_NAME_BYTES, remedy="use a name of that size")
+        check_text("headers", name, most=MAX_HEADER_NAME_BYTES, remedy="use a name of that size")
     except InvalidEvent as error:
         raise InvalidEvent("headers", f"the name of header {place} {error.limit}", error.remedy) from None
     lowered = str(name).lower()

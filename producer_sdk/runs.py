@@ -9,7 +9,7 @@ from uuid import UUID
 
 from fencepost.canonical_json import Json
 from fencepost.errors import InvalidCommand, RunChanged, RunEnded, RunNotFound
-from producer_sdk.command_rules import check_text
+from producer_sdk.command_rules import check_expected_version, check_required_text, check_words
 from producer_sdk.identity import MAX_TENANT_BYTES
 
 __all__ = ["Cancellation", "Run", "cancel_parameters", "cancelled", "read_parameters", "run_from"]
@@ -60,14 +60,15 @@ class Cancellation:
 
 def read_parameters(run_id: UUID, tenant_id: str) -> tuple[Any, ...]:
     """The parameters of the statement ``read_run``."""
-    check_text("tenant_id", tenant_id, MAX_TENANT_BYTES)
+    check_required_text("tenant_id", tenant_id, MAX_TENANT_BYTES, remedy="pass the id of the run's tenant")
     return (tenant_id, _id_text(run_id))
 
 
 def cancel_parameters(run_id: UUID, *, tenant_id: str, actor: str, reason: str, expected_version: int | None) -> tuple[Any, ...]:
     """The parameters of the statement ``cancel_run``."""
-    check_text("actor", actor, MAX_ACTOR_BYTES)
-    check_text("reason", reason, MAX_REASON_BYTES)
+    check_words("actor", actor, MAX_ACTOR_BYTES, remedy="say who acts")
+    check_words("reason", reason, MAX_REASON_BYTES, remedy="say why")
+    check_expected_version(expected_version)
     return (*read_parameters(run_id, tenant_id), actor, reason, expected_version)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -25,6 +25,9 @@ __all__ = ["Finding", "check"]
 _SETTINGS: Final = "settings"
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _RECENT_ROWS: Final = 200
+_RECENT_RUNS: Final = 1_000
+# Where a run's events go, unless its command names another topic.
+_RUNS_TOPIC: Final = "fencepost.runs"
 _CONNECTIONS: Final = 5
 _LARGEST_BATCH: Final = wire.MAX_PAYLOAD_BYTES + wire.MAX_HEADERS_BYTES + wire.MAX_KEY_BYTES + 8_192
 _CLOCK_SECONDS: Final = 5.0
@@ -42,7 +45,9 @@ class Finding:
 
 
 def check(
-    topic: Annotated[list[str] | None, typer.Option(help="A topic to look at besides those of recent rows. Repeatable.")] = None,
+    topic: Annotated[
+        list[str] | None, typer.Option(help="A topic to look at besides those of recent rows and runs. Repeatable.")
+    ] = None,
     as_json: JsonOutput = False,
 ) -> None:
     """Look at settings, database and broker before a relay starts, or when one misbehaves.
@@ -78,16 +83,24 @@ async def _all(topics: Sequence[str]) -> list[Finding]:
         if unknown
         else []
     )
-    seen: set[str] = set(topics)
+    seen, of_runs = set(topics), set[str]()
     try:
         async with inspecting(settings.database_url.get_secret_value()) as inspector:
             findings += [finding async for finding in _database(inspector, settings)]
             if not any(finding.status == "fail" for finding in findings):
                 seen |= {row["topic"] for row in await inspector.rows("recent_topics", _RECENT_ROWS)}
+                of_runs = await _topics_of_runs(inspector)
     except FencepostError as error:
         findings.append(Finding(name="database", status="fail", detail=str(error), remedy="mend this first; later checks need it"))
-    findings += await _kafka(settings, sorted(seen))
+    findings += await _kafka(settings, sorted(seen), of_runs=sorted(of_runs - seen))
     return findings
+
+
+async def _topics_of_runs(inspector: Inspector) -> set[str]:
+    """Those of the newest runs; the default one, where there is no run yet, or none that may be read."""
+    [readable] = await inspector.rows("may_read_runs")
+    rows = await inspector.rows("run_topics", _RECENT_RUNS) if readable["granted"] else []
+    return {row["topic"] for row in rows} or {_RUNS_TOPIC}
 
 
 async def _database(inspector: Inspector, settings: RelaySettings) -> AsyncIterator[Finding]:
@@ -151,13 +164,14 @@ async def _schema(settings: RelaySettings) -> Finding:
     return _look("schema", not pending, f"pending: {', '.join(pending)}" if pending else "current", "run `fencepost migrate`")
 
 
-async def _kafka(settings: RelaySettings, topics: Sequence[str]) -> list[Finding]:
+async def _kafka(settings: RelaySettings, topics: Sequence[str], *, of_runs: Sequence[str]) -> list[Finding]:
     client = AIOKafkaAdminClient(bootstrap_servers=settings.kafka_bootstrap_servers, request_timeout_ms=10_000)
     try:
         await client.start()
         try:
             findings = [Finding(name="kafka", status="ok", detail="a broker answers")]
-            return findings + [finding for topic in topics for finding in await _topic(client, topic)]
+            findings += [finding for topic in topics for finding in await _topic(client, topic, missing=_needed)]
+            return findings + [finding for topic in of_runs for finding in await _topic(client, topic, missing=_needed_by_runs)]
         finally:
             await client.close()
     except (KafkaError, OSError, TimeoutError) as error:
@@ -167,13 +181,25 @@ async def _kafka(settings: RelaySettings, topics: Sequence[str]) -> list[Finding
         return [Finding(name="kafka", status="fail", detail=detail, remedy=remedy)]
 
 
-async def _topic(client: AIOKafkaAdminClient, topic: str) -> list[Finding]:
+def _needed(name: str) -> Finding:
+    return Finding(name=name, status="fail", detail="does not exist", remedy="create it; its lanes stand still until then")
+
+
+def _needed_by_runs(name: str) -> Finding:
+    remedy = (
+        "create it before a command is accepted: each run writes its events there, and lanes that meet one stand still, other "
+        "events in them included. Not needed where no commands are accepted, or each names another topic"
+    )
+    return Finding(name=name, status="warn", detail="does not exist", remedy=remedy)
+
+
+async def _topic(client: AIOKafkaAdminClient, topic: str, *, missing: Callable[[str], Finding]) -> list[Finding]:
     name = f"topic {topic}"
     if not _TOPIC.fullmatch(topic):
         return [Finding(name=name, status="fail", detail="no topic can have this name", remedy="use a-z A-Z 0-9 . _ - only")]
     described = (await client.describe_topics([topic]))[0]
     if described["error_code"]:
-        return [Finding(name=name, status="fail", detail="does not exist", remedy="create it; its lanes stand still until then")]
+        return [missing(name)]
     leaderless = sum(partition["leader"] < 0 for partition in described["partitions"])
     replicas = min(len(partition["replicas"]) for partition in described["partitions"])
     configs = await _topic_configs(client, topic)

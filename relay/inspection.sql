@@ -89,6 +89,15 @@ SELECT DISTINCT o.topic FROM fencepost.lanes AS l
 CROSS JOIN LATERAL (SELECT topic FROM fencepost.outbox AS n WHERE n.lane = l.lane ORDER BY n.lane DESC, n.id DESC LIMIT $1) AS o
 ORDER BY o.topic;
 
+-- name: may_read_runs
+-- Null before there are runs. A relay's own role reads the outbox only, where it meets the topics of recent events.
+SELECT has_column_privilege(r.name, 'run_id', 'SELECT') AND has_column_privilege(r.name, 'topic', 'SELECT') AS granted
+FROM (SELECT to_regclass('fencepost.runs')::oid AS name) AS r;
+
+-- name: run_topics
+-- Topics of the newest $1 runs: ids rise with time.
+SELECT DISTINCT n.topic FROM (SELECT topic FROM fencepost.runs ORDER BY run_id DESC LIMIT $1) AS n ORDER BY n.topic;
+
 -- name: rebase
 -- Make this cluster's own what was restored into it. $1 actor, $2 reason. The one statement here that writes.
 SELECT undelivered_restated, delivered_restated, lanes FROM fencepost.rebase($1, $2);

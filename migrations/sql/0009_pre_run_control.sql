@@ -214,6 +214,7 @@ $$;
 REVOKE ALL ON FUNCTION fencepost.cancel_run, fencepost.replay_run, fencepost.read_run, fencepost.ready_tenants FROM PUBLIC;
 GRANT USAGE ON SCHEMA fencepost TO fencepost_consumer;
 GRANT EXECUTE ON FUNCTION fencepost.cancel_run, fencepost.read_run TO fencepost_producer;
+GRANT SELECT (run_id, topic) ON fencepost.runs TO fencepost_relay;  -- `fencepost check` looks whether their topics exist
 GRANT EXECUTE ON FUNCTION fencepost.cancel_run, fencepost.replay_run, fencepost.read_run TO fencepost_operator;
 GRANT SELECT ON fencepost.runs, fencepost.jobs, fencepost.run_events, fencepost.job_attempts TO fencepost_consumer;
 GRANT INSERT ON fencepost.run_events, fencepost.job_attempts TO fencepost_consumer;

@@ -7,7 +7,8 @@
 --   applied    reconciled: it had happened              absent    reconciled: it had not, and may be sent again
 --
 -- generation is the effect's own fencing token: +1 at each take-over, never reset, for messages without a run as well. Every write
--- names it, and the run's lease where there is a run.
+-- names it, and the run's lease where there is a run. run_id and run_generation: under which lease it was last taken; a lineage has
+-- several runs, each of which counts its leases from 1.
 CREATE TABLE fencepost.effects (
     run_key             text        COLLATE "C" NOT NULL,
     tenant_id           text        COLLATE "C" NOT NULL,
@@ -17,6 +18,7 @@ CREATE TABLE fencepost.effects (
     operation           text        COLLATE "C" NOT NULL,
     state               text        NOT NULL,
     generation          bigint      NOT NULL DEFAULT 1,
+    run_id              uuid,
     run_generation      bigint,
     holder              text        NOT NULL,
     held_until          timestamptz,
@@ -29,6 +31,7 @@ CREATE TABLE fencepost.effects (
     error_code          text,
     sends               integer     NOT NULL DEFAULT 0,
     created_at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    first_sent_at       timestamptz,
     sent_at             timestamptz,
     deadline_at         timestamptz,
     finished_at         timestamptz,
@@ -40,16 +43,20 @@ CREATE TABLE fencepost.effects (
         AND (result IS NULL OR state IN ('succeeded', 'applied'))
         AND (error_code IS NOT NULL) = (state = 'failed')
         AND (deadline_at IS NOT NULL OR state IN ('reserved', 'succeeded'))
+        AND (run_id IS NULL) = (run_generation IS NULL)
         AND generation > 0 AND sends >= 0 AND octet_length(fingerprint) = 32
-        AND octet_length(result) <= 1000000)
+        AND coalesce(octet_length(result), 0) <= 1000000 AND coalesce(octet_length(provider_reference), 0) <= 1000)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 20000);
 COMMENT ON COLUMN fencepost.effects.run_key IS 'First run of the lineage; for a message without a run its event id';
+COMMENT ON COLUMN fencepost.effects.first_sent_at IS
+    'Since when the provider may know the key: how long it remembers it counts from here. A person who says "absent" begins anew';
 COMMENT ON COLUMN fencepost.effects.deadline_at IS 'When the call that was sent last must have ended';
 -- What waits for a reconciler or a person.
 CREATE INDEX effects_open_idx ON fencepost.effects (deadline_at) WHERE state IN ('sent', 'unknown');
 
 -- An operator closes what no reconciler could: applied (with what is known of it), absent (it may be sent again) or disputed (for
--- good). Of two at once one wins: expected_generation is the one that was looked at.
+-- good). Open to that are effects whose answer is not known, and those that were proven absent but may be too old to be sent again.
+-- Of two at once one wins: expected_generation is the one that was looked at.
 CREATE FUNCTION fencepost.resolve_effect(
     tenant_id text, run_key text, iteration integer, step text, occurrence integer, operation text, expected_generation bigint,
     resolution text, result bytea, provider_reference text, actor text, reason text,
@@ -73,13 +80,15 @@ BEGIN
     effect_generation := effect.generation;
     outcome := CASE
         WHEN effect.run_key IS NULL THEN 'not_found'
-        WHEN effect.generation <> expected_generation THEN 'changed'
-        WHEN effect.state = 'unknown' OR (effect.state = 'sent' AND effect.deadline_at <= clock_timestamp()) THEN 'resolved'
+        WHEN effect.generation IS DISTINCT FROM expected_generation THEN 'changed'
+        WHEN effect.state IN ('unknown', 'absent') OR (effect.state = 'sent' AND effect.deadline_at <= clock_timestamp())
+            OR (effect.state = 'reserved' AND effect.sends > 0 AND effect.held_until <= clock_timestamp()) THEN 'resolved'
         ELSE 'not_open'
     END;
     IF outcome = 'resolved' THEN
         UPDATE fencepost.effects AS e
-        SET state = resolution, generation = e.generation + 1, result = resolve_effect.result,
+        SET state = resolution, generation = e.generation + 1, result = resolve_effect.result, held_until = NULL,
+            first_sent_at = CASE WHEN resolution <> 'absent' THEN e.first_sent_at END,
             provider_reference = coalesce(resolve_effect.provider_reference, e.provider_reference),
             finished_at = CASE WHEN resolution <> 'absent' THEN clock_timestamp() END
         WHERE e.run_key = run_key AND e.tenant_id = tenant_id AND e.iteration = iteration AND e.step = step
@@ -97,5 +106,5 @@ REVOKE ALL ON FUNCTION fencepost.resolve_effect FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION fencepost.resolve_effect TO fencepost_operator;
 GRANT SELECT ON fencepost.effects TO fencepost_operator, fencepost_consumer;
 GRANT INSERT ON fencepost.effects TO fencepost_consumer;
-GRANT UPDATE (state, generation, run_generation, holder, held_until, provider_reference, result, error_class, error_code, sends,
-              sent_at, deadline_at, finished_at) ON fencepost.effects TO fencepost_consumer;
+GRANT UPDATE (state, generation, run_id, run_generation, holder, held_until, provider_reference, result, error_class, error_code,
+              sends, first_sent_at, sent_at, deadline_at, finished_at) ON fencepost.effects TO fencepost_consumer;

@@ -962,6 +962,27 @@ async def test_a_cancellation_says_who_and_why(own: Connection, field: str, valu
     with pytest.raises(InvalidCommand) as caught:
         await cancelled(own, run_id, **{field: value})
     assert caught.value.field == field
+    assert (await read_run(own, run_id, tenant_id="acme")).state == "queued"
+
+
+@pytest.mark.parametrize("changes", [{"actor": ""}, {"reason": " "}, {"expected_version": "3"}, {"expected_version": 0}], ids=str)
+async def test_a_cancellation_that_is_refused_leaves_the_transaction_usable(
+    connection: Connection, changes: dict[str, Any]
+) -> None:
+    run_id = (await commit(connection, UNKEYED)).run_id
+    async with connection.transaction():
+        with pytest.raises(InvalidCommand):
+            await cancel(connection, run_id, **({"tenant_id": "acme", "actor": "ana", "reason": "test"} | changes))
+        await usable(connection)
+
+
+@pytest.mark.parametrize("arguments", [("acme", "k"), (SCOPE, "k", "secret")], ids=["scope", "secrets"])
+async def test_arguments_of_another_kind_are_named_and_nothing_is_sent(connection: Connection, arguments: tuple[Any, ...]) -> None:
+    scope, key, *given = arguments
+    async with connection.transaction():
+        with pytest.raises(TypeError, match=r"^(scope|secrets) must be a "):
+            await accept(connection, command(), scope, key, secrets=given[0] if given else SECRETS)
+        await usable(connection)
 
 
 # The rules of SDK and function

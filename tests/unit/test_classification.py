@@ -25,9 +25,10 @@ import urllib3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer_sdk.classification import Ambiguous, Failure, Kind, Retryable, Terminal, classify
+from consumer_sdk.classification import Ambiguous, Failure, Kind, Retryable, Terminal, classify, proven
 from fencepost.errors import (
     ConfigurationError,
+    EffectUnknown,
     IdempotencyConflict,
     InProgress,
     InvalidInput,
@@ -325,3 +326,38 @@ def test_whatever_an_error_carries_the_outcome_is_safe_and_bounded(status: objec
     assert failure.code.replace("_", "").isalnum()
     assert len(failure.code) <= 64
     assert len(failure.retry_after or "") <= 100
+
+
+PROVEN: list[tuple[str, Exception, Kind]] = [
+    ("the author says so", Retryable("busy"), R),
+    ("the author says so", Terminal("declined"), T),
+    ("the author's word, under what the client made of it", because(RuntimeError(), Retryable("busy")), R),
+    ("refused", answered(402), T),
+    ("refused before anything was done", answered(429), R),
+    ("the provider meant it: it says when to come back", answered(503, Retry_After="5"), R),
+    ("or a proxy that lost the provider in the middle", answered(503), A),
+    ("an answer in the middle of things", answered(500), A),
+    ("some say it of work that goes on", answered(408), A),
+    ("an earlier call with this key may be at work", answered(409), A),
+    ("see other: the effect has happened, perhaps", answered(303), A),
+    ("a read has no effect", answered(500, "GET"), R),
+    ("nothing was sent", ConnectionRefusedError(), R),
+    ("it was sent, perhaps", ConnectionResetError(), A),
+    ("it was sent, perhaps, whatever led there", because(ConnectionResetError(), Terminal("declined")), A),
+    ("a mistake after the effect", KeyError("receipt"), A),
+    ("not the provider's word", InvalidInput("amount", "too large", "send less"), A),
+    ("not the provider's word", TransientError("database"), A),
+    ("every member must prove it", ExceptionGroup("g", [answered(429), KeyError()]), A),
+    ("every member proves it", ExceptionGroup("g", [answered(429), Retryable("busy")]), R),
+]
+
+
+@pytest.mark.parametrize(("why", "error", "kind"), PROVEN, ids=[f"{number} {why}" for number, (why, _, _) in enumerate(PROVEN)])
+def test_what_a_failed_call_proves_about_its_effect(why: str, error: Exception, kind: Kind) -> None:
+    """J43: what is not proven is ambiguous."""
+    assert proven(error) == kind
+
+
+def test_an_unknown_effect_is_asked_about_again_when_it_can_tell_more() -> None:
+    failure = classify(EffectUnknown("on its way", retry_after="90"))
+    assert (failure.kind, failure.code, failure.retry_after) == ("retryable", "effect_unknown", "90")

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, model_serializer
 
 from producer_sdk import (
     UNKEYED,
@@ -40,6 +40,7 @@ from producer_sdk.acceptance import (
 )
 from producer_sdk.command_rules import MAX_INPUT_BYTES
 from producer_sdk.identity import CURRENT_PROFILE, fingerprint
+from producer_sdk.runs import cancel_parameters
 
 SECRETS = Secrets({1: b"1" * 32, 2: b"2" * 32}, write=(2, 1))
 SCOPE = Scope(tenant_id="acme", principal="ana", operation="POST /reports")
@@ -137,6 +138,14 @@ def endless() -> object:
     return value
 
 
+class Unspeakable(BaseModel):
+    """A model whose own serializer raises."""
+
+    @model_serializer
+    def dumped(self) -> str:
+        raise ValueError("secret")
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -166,8 +175,36 @@ def test_a_request_without_a_canonical_form_is_refused(value: object) -> None:
     assert refusal(request=value).field == "request"
 
 
-def test_names_that_are_no_text_are_refused_as_the_request_that_they_would_be() -> None:
-    assert refusal(input={1: "secret"}).field == "request"
+def test_names_that_are_no_text_are_refused() -> None:
+    assert refusal(input={1: "secret"}).field == "input"
+    assert str(refusal(input={1: "secret"})).startswith("input: a name at depth 1 must be text; convert it")
+    assert refusal(request={1: "secret"}).field == "request"
+
+
+@pytest.mark.parametrize("value", [{1: "secret"}, {"secret": {1, 2}}, {"at": Decimal("1.50"), 2: 3}], ids=range(3))
+def test_an_error_blames_no_argument_that_was_not_passed(value: object) -> None:
+    assert refusal(input=value).field == "input"
+    assert refusal(input={}, request=value).field == "request"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "it holds NaN or an infinity"),
+        ({"secret": [float("-inf")]}, "it holds NaN or an infinity"),
+        (endless(), "it holds itself"),
+        (nested(65), "is nested deeper than 64"),
+        (nested(100_000), "it is nested deeper than 64"),
+        (10**1_000, "holds a number of more than 1000 digits"),
+        (10**10_000, "it holds a number of more than 1000 digits"),
+        (Unspeakable(), "a part of it cannot be dumped"),
+    ],
+    ids=range(8),
+)
+def test_each_reason_against_an_input_has_its_own_words_and_its_limit(value: object, reason: str) -> None:
+    refused = refusal(input=value)
+    assert reason in refused.limit
+    assert "NaN" in reason or "NaN" not in refused.limit
 
 
 @pytest.mark.parametrize(
@@ -227,6 +264,67 @@ def test_a_created_run_says_so() -> None:
     accepted = acceptance().judged(answer("created"))
     assert accepted == Accepted("created", UUID(RUN), "queued")
     assert accepted.created
+
+
+@pytest.mark.parametrize(
+    ("argument", "arguments"),
+    [
+        ("command", ({"workflow": "secret"}, SCOPE, "k", SECRETS)),
+        ("scope", (command(), "secret", "k", SECRETS)),
+        ("scope", (command(), None, "k", SECRETS)),
+        ("secrets", (command(), SCOPE, "k", "secret")),
+    ],
+)
+def test_an_argument_of_another_kind_is_named_with_what_to_pass(argument: str, arguments: tuple[Any, ...]) -> None:
+    given, scope, key, secrets = arguments
+    with pytest.raises(TypeError, match=rf"^{argument} must be a \w+, is a \w+; pass \w+\(") as caught:
+        Acceptance(given, scope, key, secrets=secrets, key_retention_seconds=60)
+    assert "secret'" not in str(caught.value)
+
+
+def test_a_submission_of_another_kind_is_named_with_what_to_pass() -> None:
+    with pytest.raises(TypeError, match=r"^a submission must be a Submission, is a tuple; pass Submission\("):
+        acceptances([(command(), SCOPE, "k")], secrets=SECRETS, key_retention_seconds=60)  # type: ignore[list-item]
+
+
+# Cancelling
+
+
+def cancelling(**changes: Any) -> tuple[Any, ...]:
+    given: dict[str, Any] = {"run_id": UUID(RUN), "tenant_id": "acme", "actor": "ana", "reason": "a test", "expected_version": None}
+    return cancel_parameters(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy", "values"),
+    [
+        ("actor", "say who acts", [None, "", " ", "\n\t", "s" * 257]),
+        ("reason", "say why", [None, "", "  ", "s" * 2_001]),
+        ("tenant_id", "pass the id of the run's tenant", [None, "", "s" * 257]),
+        ("expected_version", "pass the version that read_run gave, or None", ["3", "secret", 0, -1, 1.0, True, 2**63]),
+    ],
+)
+def test_a_cancellation_is_checked_before_any_statement(field: str, remedy: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(InvalidCommand) as caught:
+            cancelling(**{field: value})
+        assert caught.value.field == field, value
+        assert caught.value.remedy == remedy, value
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["actor", "reason", "tenant_id"])
+@pytest.mark.parametrize("value", ["secret\0", "secret\ud800", b"secret", 7], ids=range(4))
+def test_who_cancels_and_why_is_text(field: str, value: object) -> None:
+    with pytest.raises(InvalidCommand) as caught:
+        cancelling(**{field: value})
+    assert caught.value.field == field
+    assert "secret" not in str(caught.value)
+
+
+def test_a_cancellation_at_its_limits_is_sent() -> None:
+    sent = cancelling(actor="a" * 256, reason="r" * 2_000, expected_version=2**63 - 1)
+    assert sent == ("acme", RUN, "a" * 256, "r" * 2_000, 2**63 - 1)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -46,7 +46,29 @@ def read(without: str = "", **headers: Any) -> Message:
 
 
 def test_the_public_surface_is_this() -> None:
-    assert consumer_sdk.__all__ == ["Message", "NotAMessage", "Record"]
+    assert consumer_sdk.__all__ == [
+        "Absent",
+        "Ambiguous",
+        "Applied",
+        "CallLimits",
+        "Effect",
+        "EffectFailed",
+        "EffectMismatch",
+        "EffectUnknown",
+        "Handlers",
+        "LeaseLost",
+        "Message",
+        "NotAMessage",
+        "Record",
+        "Retry",
+        "Retryable",
+        "RunContext",
+        "Terminal",
+        "Worker",
+        "WorkerSettings",
+        "load_worker_settings",
+    ]
+    assert all(getattr(consumer_sdk, name) for name in consumer_sdk.__all__)
 
 
 def test_every_attribute_is_read() -> None:

@@ -140,12 +140,15 @@ def test_a_recorded_run_shows_its_exact_values(metrics: WorkerMetrics) -> None:
     assert value(metrics, "fencepost_worker_database_errors_total", statement="renew") == 1
     assert value(metrics, "fencepost_worker_listening") == 1
     assert value(metrics, "fencepost_expired_keys_total") == 4
+    assert value(metrics, "fencepost_effects_total", outcome="succeeded") == 1
     assert value(metrics, "fencepost_worker_build_info", version="1.2.3", worker_id="worker-0/abc") == 1
 
 
 def test_series_that_alerts_read_are_there_from_the_start(metrics: WorkerMetrics) -> None:
     for outcome in ("completed", "retried", "dead", "cancelled", "released", "lost"):
         assert value(metrics, "fencepost_attempts_total", workflow="report", outcome=outcome) == 0
+    for outcome in ("succeeded", "replayed", "failed", "absent", "unknown", "reconciled", "mismatch"):
+        assert value(metrics, "fencepost_effects_total", outcome=outcome) == 0
     for kind in ("ring", "poll"):
         assert value(metrics, "fencepost_worker_wakeups_total", kind=kind) == 0
 
