@@ -2,7 +2,8 @@
 
 ``Message`` is a record of a topic as a handler sees it. ``Handlers`` names what executes which workflow, ``Worker`` claims and
 supervises, ``RunContext`` is what a handler sees of its run. ``Retryable``, ``Terminal`` and ``Ambiguous`` are how a handler
-says what its failure means; ``Retry`` is how long to wait.
+says what its failure means; ``Retry`` is how long to wait. ``RunContext.once`` makes an outside effect happen once: ``Effect``
+is what the call sees, ``CallLimits`` bound it, ``Applied`` and ``Absent`` are what a reconciler answers.
 
 ``Worker`` and its settings need ``fencepost[consumer]``; they are imported when they are first asked for.
 """
@@ -12,17 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
 from consumer_sdk.context import RunContext
+from consumer_sdk.effects import Absent, Applied, CallLimits, Effect
 from consumer_sdk.handlers import Handlers
 from consumer_sdk.message import Message, NotAMessage, Record
 from consumer_sdk.retry import Retry
-from fencepost.errors import LeaseLost
+from fencepost.errors import EffectFailed, EffectMismatch, EffectUnknown, LeaseLost
 
 if TYPE_CHECKING:
     from consumer_sdk.worker import Worker
     from consumer_sdk.worker_settings import WorkerSettings, load_worker_settings
 
 __all__ = [
+    "Absent",
     "Ambiguous",
+    "Applied",
+    "CallLimits",
+    "Effect",
+    "EffectFailed",
+    "EffectMismatch",
+    "EffectUnknown",
     "Handlers",
     "LeaseLost",
     "Message",

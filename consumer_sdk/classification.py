@@ -107,7 +107,6 @@ _UNEXPECTED: Final = _Verdict("retryable", "unexpected")
 #: Fencepost's own errors; a subclass stands before its base.
 _OURS: Final[tuple[tuple[type[Exception], _Verdict], ...]] = (
     (TransientError, _Verdict("retryable", "transient")),
-    (EffectUnknown, _Verdict("retryable", "effect_unknown")),  # the ledger repeats nothing, however often it is asked
     (EffectMismatch, _Verdict("terminal", "effect_mismatch")),
     (InProgress, _Verdict("retryable", InProgress.code)),
     (IdempotencyError, _Verdict("terminal", IdempotencyError.code)),
@@ -166,6 +165,8 @@ _CLASSES: Final[Mapping[str, _Verdict]] = {
 _RETRYABLE_STATUS: Final = frozenset({408, 425, 429, 503})
 #: The provider never does this: not implemented, HTTP version.
 _TERMINAL_STATUS: Final = frozenset({501, 505})
+#: Of an effect they prove nothing: 408 some providers send for work that goes on, 409 for an earlier call that does.
+_UNPROVEN_STATUS: Final = frozenset({"http_408", "http_409"})
 #: They have no effect that could have happened (RFC 9110, 9.2.1). PUT and DELETE have; their authors know whether twice is once.
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
@@ -188,13 +189,25 @@ def classify(error: BaseException) -> Failure:
 def proven(error: Exception) -> Kind:
     """As ``classify`` for a call that may have had an effect: what is not proven is ambiguous.
 
-    Proof is an author's own word (``Retryable``: it did nothing; ``Terminal``: it was refused), an HTTP status, and a
-    connection that never came about. Any other error may have come after the effect.
+    Proof is an author's own word (``Retryable``: it did nothing; ``Terminal``: it was refused), a connection that never came
+    about, and an HTTP status that no proxy and no earlier call with the same key can be behind. Any other error may have come
+    after the effect. Of an exception group, every member must prove it.
     """
-    failure = classify(error)
-    stated = any(isinstance(link, _Stated) for link in _chain(error))
-    told = failure.code.startswith("http_") or failure.code in _NOTHING_SENT
-    return failure.kind if stated or told else "ambiguous"
+    return max((_proven_one(member) for member in _members(error)), key=lambda kind: _SEVERITY[kind])
+
+
+def _proven_one(error: Exception) -> Kind:
+    teller = next((link for link in _chain(error) if _recognise(link)), error)
+    failure = _classify_one(teller)
+    told = failure.code in _NOTHING_SENT or _is_status_proof(failure)
+    return failure.kind if isinstance(teller, _Stated) or told else "ambiguous"
+
+
+def _is_status_proof(failure: Failure) -> bool:
+    """503 is also what a proxy says that lost its backend in the middle; a Retry-After shows that it was meant."""
+    if not failure.code.startswith("http_") or failure.code == "http_503":
+        return failure.code == "http_503" and failure.retry_after is not None
+    return not failure.code.startswith("http_3") and failure.code not in _UNPROVEN_STATUS
 
 
 def _classify_one(error: Exception) -> Failure:
@@ -235,6 +248,8 @@ def _stated(error: Exception) -> _Verdict | None:
         return _Verdict(error.kind, error.code, error.retry_after)
     if isinstance(error, EffectFailed):
         return _Verdict("terminal", error.code)
+    if isinstance(error, EffectUnknown):
+        return _Verdict("retryable", "effect_unknown", error.retry_after)  # the ledger repeats nothing, however often it is asked
     verdict = next((verdict for ours, verdict in _OURS if isinstance(error, ours)), None)
     return _Verdict(verdict.kind, error.code) if verdict and isinstance(error, IdempotencyError) else verdict
 

@@ -1,8 +1,9 @@
-"""The consumer's commands: ``worker run``, ``runs …`` and ``diagnose …``."""
+"""The consumer's commands: ``worker run``, ``runs …``, ``effects …`` and ``diagnose …``."""
 
 import typer
 
 from consumer_sdk.diagnose_command import diagnose
+from consumer_sdk.effects_command import effects
 from consumer_sdk.runs_command import runs
 from consumer_sdk.worker_command import worker
 
@@ -13,4 +14,5 @@ def register(root: typer.Typer) -> None:
     """Add the consumer's commands to the root."""
     root.add_typer(worker, name="worker")
     root.add_typer(runs, name="runs")
+    root.add_typer(effects, name="effects")
     root.add_typer(diagnose, name="diagnose")

@@ -36,10 +36,11 @@ def diagnose_duplicates(
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:
-    """One intent was executed twice: which runs are alike, and why their keys did not join them.
+    """One intent was executed twice: which runs are alike, why their keys did not join them, and which ran more than once.
 
-    Looks at the newest 200,000 runs of the window; with --run at those within --since-hours before and after it. Of inputs
-    and fingerprints only the first 8 hex digits of a hash are shown. Exit code 1 if a promise is broken.
+    Compares the inputs of the newest 200,000 runs of the window. With --run it looks at this run, its lineage, and the runs
+    like it within --since-hours before and after it. Of inputs and fingerprints only the first 8 hex digits of a hash are
+    shown. Exit code 1 if a promise is broken.
 
     Examples:
 
@@ -56,6 +57,8 @@ def diagnose_duplicates(
             since = around - timedelta(hours=since_hours)
             last = smallest_id(around + timedelta(hours=since_hours)) if run else LARGEST_ID
             looked_at = await _scope(inspector, run, smallest_id(since), last, tenant)
+            if looked_at.verdict == "warn":
+                return [looked_at]
             return [looked_at, *await duplicates(inspector, tenant, smallest_id(since), last, since, run)]
 
     with answering():
@@ -101,7 +104,8 @@ async def _scope(inspector: Inspector, run: UUID | None, first: UUID, last: UUID
     """Raises ``RunNotFound`` for a run that is not there: its rules would all hold."""
     if run is not None and not (await inspector.rows("scope", run, run, tenant, 1))[0]["runs"]:
         raise RunNotFound(f"tenant {tenant} has no run {run}" if tenant else f"there is no run {run}")
-    return scope((await inspector.rows("scope", first, last, tenant, _COUNTED_MOST))[0]["runs"], _COUNTED_MOST)
+    count = (await inspector.rows("scope", first, last, tenant, _COUNTED_MOST))[0]["runs"]
+    return scope(count, _COUNTED_MOST, around_one=run is not None and first != last)
 
 
 @diagnose.command("stuck-leases")
@@ -114,14 +118,18 @@ def diagnose_stuck_leases(
     ] = False,
     actor: Annotated[str | None, typer.Option(help="With --repair: who, for the audit row.")] = None,
     reason: Annotated[str | None, typer.Option(help="With --repair: why, for the audit row.")] = None,
+    unserved_minutes: Annotated[
+        float,
+        typer.Option(min=0.01, max=100_000, help="A job ready for so long, with no lease and no claim since, has no worker."),
+    ] = 1.0,
     dry_run: DryRun = False,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:
     """Jobs remain leased, or nobody takes the ready ones: what keeps claims and the reaper from them.
 
-    --repair ends or queues again what the reaper would, no more; it needs the role that owns the schema. Exit code 1 if
-    something is stuck.
+    --repair ends or queues again what the reaper would, no more; run it as the role that owns the schema. Exit code 1 if
+    something is stuck, or if a warning needs somebody now.
 
     Examples:
 
@@ -132,7 +140,8 @@ def diagnose_stuck_leases(
     if not repair:
         if actor is not None or reason is not None or dry_run or far_leases:
             raise typer.BadParameter("--actor, --reason, --far-leases and --dry-run go with --repair")
-        report(asyncio.run(_look_at_leases(database_url)), as_json=as_json, summary="Nothing is stuck.")
+        findings = asyncio.run(_look_at_leases(database_url, unserved_minutes * 60))
+        report(findings, as_json=as_json, summary="Nothing is stuck.", warned="Nothing is broken.")
         return
     if actor is None or reason is None:
         raise typer.BadParameter("--repair needs --actor and --reason, for the audit row")
@@ -146,13 +155,13 @@ def diagnose_stuck_leases(
         typer.echo(f"{'Would be' if dry_run else 'Done'}: {told}.")
 
 
-async def _look_at_leases(database_url: str) -> list[Finding]:
+async def _look_at_leases(database_url: str, unserved_seconds: float) -> list[Finding]:
     async with inspecting(database_url) as inspector:
-        return await stuck_leases(inspector)
+        return await stuck_leases(inspector, unserved_seconds=unserved_seconds)
 
 
 async def _repair(database_url: str, actor: str, reason: str, *, far_leases: bool, dry_run: bool) -> dict[str, int]:
     async with inspecting(database_url) as inspector:
         if dry_run:
-            return await preview(inspector, far_leases=far_leases)
+            return await preview(inspector, actor, reason, far_leases=far_leases)
         return await repair_leases(inspector, actor, reason, far_leases=far_leases)

@@ -1,4 +1,4 @@
-"""Investigation: one intent was executed twice. Which runs are alike, what their keys were, and what kept them apart."""
+"""Investigation: one intent was executed twice. Which runs are alike, what kept their keys apart, and which ran more than once."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -13,6 +13,9 @@ __all__ = ["duplicates", "why_apart"]
 
 _RUNS_LOOKED_AT: Final = 200_000
 _RUNS_SHOWN: Final = 100
+_EFFECTS_SHOWN: Final = 100
+_KIN_MOST: Final = 1_000
+_KEY_CHARACTERS: Final = 11
 _TOMBSTONES_MOST: Final = 1_000
 _Row = Mapping[str, Any]
 
@@ -20,9 +23,14 @@ _Row = Mapping[str, Any]
 async def duplicates(
     inspector: Inspector, tenant: str, first: UUID, last: UUID, since: datetime, only: UUID | None
 ) -> list[Finding]:
-    """The findings on a tenant's runs with ids from ``first`` to ``last``, or on those like the run ``only``."""
+    """The findings on a tenant's runs from ``first`` to ``last``, or on the run ``only``, its lineage and those like it."""
     twins = await inspector.rows("twins", tenant, first, last, _RUNS_LOOKED_AT, SHOWN, _RUNS_SHOWN, only)
-    replays = await inspector.rows("replays", tenant, [row["run_id"] for row in twins])
+    kin = await inspector.rows("lineages", tenant, [only, *_ids(twins)], _KIN_MOST) if only else []
+    bounds = (tenant, min(_ids(kin)), max(_ids(kin)), _ids(kin)) if kin else (tenant, first, last, None)
+    again = await inspector.rows("executed_again", *bounds, _RUNS_SHOWN)
+    replays = await inspector.rows("replays", *bounds, _RUNS_SHOWN)
+    suspects = list(dict.fromkeys(str(row["root_run_id"]) for row in (*kin, *twins, *again, *replays)))
+    effects = await inspector.rows("effects_of", tenant, suspects, None, _EFFECTS_SHOWN)
     tombstones = (await inspector.rows("tombstones", tenant, since, _TOMBSTONES_MOST))[0]["tombstones"]
     return [
         _alike(twins),
@@ -33,10 +41,15 @@ async def duplicates(
             broken="runs whose facts were not written together",
             do="find who writes these tables besides fencepost.accept; after a restore, transactions do not compare",
         ),
-        _attempts(twins),
+        _attempts(again),
+        _effects(effects, suspects),
         _replays(replays),
         _policies(await inspector.rows("key_policies", tenant, first, last), tombstones),
     ]  # fmt: skip
+
+
+def _ids(rows: Sequence[_Row]) -> list[UUID]:
+    return [row["run_id"] for row in rows]
 
 
 def _groups(twins: Sequence[_Row]) -> list[list[_Row]]:
@@ -45,7 +58,9 @@ def _groups(twins: Sequence[_Row]) -> list[list[_Row]]:
 
 def _alike(twins: Sequence[_Row]) -> Finding:
     if not twins:
-        return Finding(look="identical inputs", verdict="ok", says="no two runs of one workflow have the same input")
+        return Finding(
+            look="identical inputs", verdict="ok", says="no run looked at has the input of one of another lineage, in its workflow"
+        )
     rows = []
     for group in _groups(twins):
         earlier = [None, *(row["created_at"] for row in group)]
@@ -60,8 +75,8 @@ def _alike(twins: Sequence[_Row]) -> Finding:
 def _member(row: _Row, before: datetime | None) -> dict[str, Any]:
     after = (row["created_at"] - before).total_seconds() if before else None
     return {
-        "run_id": row["run_id"], "input": row["input"], "workflow": row["workflow"], "state": row["state"],
-        "after_seconds": after,
+        "run_id": row["run_id"], "accepted_at": row["created_at"], "after_seconds": after, "state": row["state"],
+        "input": row["input"],
     }  # fmt: skip
 
 
@@ -75,7 +90,8 @@ def _keys(twins: Sequence[_Row]) -> Finding:
         }
         for row in twins
     ]  # fmt: skip
-    reasons = dict.fromkeys(f"input {group[0]['input']}: {why_apart(group)}" for group in _groups(twins))
+    groups = ((group[0], why_apart(group)) for group in _groups(twins))
+    reasons = [f"input {first['input']} of {first['workflow']}: {why}" for first, why in groups]
     return Finding(look="keys", verdict="warn", says="why the keys did not join these runs", rows=rows, next="\n".join(reasons))
 
 
@@ -104,24 +120,46 @@ def why_apart(group: Sequence[_Row]) -> str:
     return f"one request under different keys, {seconds(gap)} apart: a retry that made a new key, or two wishes of one kind"
 
 
-def _attempts(twins: Sequence[_Row]) -> Finding:
-    rows = [
-        {"run_id": row["run_id"], "attempts": row["attempts"], "generations": row["lease_generation"], "lost": row["lost"]}
-        for row in twins if row["lease_generation"] > 1
-    ]  # fmt: skip
-    if not rows:
-        return Finding(look="attempts", verdict="ok", says="none of these runs was executed more than once")
+def _attempts(again: Sequence[_Row]) -> Finding:
+    if not again:
+        return Finding(look="attempts", verdict="ok", says="no run looked at was executed more than once")
+    rows = [{name: row[name] for name in ("run_id", "attempts", "generations", "lost")} for row in again]
     return Finding(
-        look="attempts", verdict="warn", rows=rows, says="these runs were executed more than once each",
+        look="attempts", verdict="warn", rows=rows, says=f"runs that were executed more than once: {_count(again)}",
         next="each attempt must name the same operation at its provider; a lost one may have acted before it was fenced",
     )  # fmt: skip
 
 
-def _replays(rows: Sequence[Any]) -> Finding:
-    if not rows:
-        return Finding(look="replays", verdict="ok", says="no operator ran one of them anew")
-    return Finding(look="replays", verdict="warn", says="operators ran these anew", rows=[dict(row) for row in rows],
-                   next="ask whether the first run had acted before it died")  # fmt: skip
+def _count(rows: Sequence[_Row]) -> str:
+    return f"{len(rows)} or more, the newest first" if len(rows) >= _RUNS_SHOWN else str(len(rows))
+
+
+def _effects(found: Sequence[_Row], suspects: Sequence[str]) -> Finding:
+    if not suspects:
+        return Finding(look="effects", verdict="ok", says="no run stands out, so the ledger was not asked about any")
+    if not found:
+        return Finding(look="effects", verdict="ok", says="the ledger holds no outside effect of the runs that it was asked about")
+    rows = [
+        {
+            "run_key": row["run_key"], "operation": row["operation"], "state": row["state"], "sends": row["sends"],
+            "provider_key": row["provider_key"][:_KEY_CHARACTERS],
+        }
+        for row in found
+    ]  # fmt: skip
+    return Finding(
+        look="effects", verdict="warn", rows=rows, says="what these runs did outside, as far as the ledger was asked",
+        next="look each provider key up at the provider: `fencepost effects show` has them whole",
+    )  # fmt: skip
+
+
+def _replays(found: Sequence[_Row]) -> Finding:
+    if not found:
+        return Finding(look="replays", verdict="ok", says="no run looked at was run anew by an operator")
+    rows = [{name: row[name] for name in ("run_id", "actor", "reason", "replay_of")} for row in found]
+    return Finding(
+        look="replays", verdict="warn", rows=rows, says=f"runs that operators ran anew: {_count(found)}",
+        next="ask whether the first run had acted before it died",
+    )  # fmt: skip
 
 
 def _policies(rows: Sequence[Any], tombstones: int) -> Finding:

@@ -1,6 +1,7 @@
 """The words of the ledger: whose effect it is, what a call gets to see of it, and what a reconciler may answer."""
 
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,11 +11,17 @@ from uuid import UUID
 from fencepost.errors import ConfigurationError, InvalidInput
 from fencepost.secrets import joined
 
-__all__ = ["Absent", "Applied", "Call", "CallLimits", "Effect", "EffectKey", "Known", "Reconciler", "RunFence", "provider_key"]
+__all__ = [
+    "Absent", "Answer", "Applied", "Call", "CallLimits", "Effect", "EffectKey", "Known", "Reconciler", "RunFence", "Taken",
+    "provider_key",
+]  # fmt: skip
 
 _MOST_BYTES: Final = 256
+_MOST_OCCURRENCE: Final = 2**31 - 1
+_TEXT: Final = re.compile("[^\0\ud800-\udfff]+")
 _KEY_CHARACTERS: Final = 40
 _MOST_SECONDS: Final = 86_400.0
+_MOST_RETENTION_SECONDS: Final = 3_660 * 86_400.0
 
 
 class EffectKey(NamedTuple):
@@ -30,9 +37,11 @@ class EffectKey(NamedTuple):
     def checked(self) -> "EffectKey":
         """Itself. Raises ``InvalidInput`` for a part that the table cannot hold."""
         for name in ("run_key", "step", "operation"):
-            size = len(getattr(self, name).encode())
-            if not 1 <= size <= _MOST_BYTES:
-                raise InvalidInput(name, f"has {size} bytes, must have 1 to {_MOST_BYTES}", "use a short, stable name")
+            text = getattr(self, name)
+            if not isinstance(text, str) or not _TEXT.fullmatch(text) or len(text.encode()) > _MOST_BYTES:
+                raise InvalidInput(name, f"must be text of 1 to {_MOST_BYTES} bytes without U+0000", "use a short, stable name")
+        if type(self.occurrence) is not int or not 0 <= self.occurrence <= _MOST_OCCURRENCE:
+            raise InvalidInput("occurrence", "must be an integer from 0", "count how often the step has run before")
         return self
 
 
@@ -74,13 +83,24 @@ class CallLimits:
         for name in ("timeout_seconds", "in_flight_seconds"):
             if not 0.001 <= getattr(self, name) <= _MOST_SECONDS:
                 raise ConfigurationError(f"{name} must be from 0.001 to {_MOST_SECONDS:g} seconds")
-        if self.key_retention_seconds is not None and self.key_retention_seconds <= self.timeout_seconds + self.in_flight_seconds:
-            raise ConfigurationError("key_retention_seconds must be longer than timeout_seconds and in_flight_seconds together")
+        retention = self.key_retention_seconds
+        if retention is not None and not self.timeout_seconds + self.in_flight_seconds < retention <= _MOST_RETENTION_SECONDS:
+            raise ConfigurationError(
+                "key_retention_seconds must be longer than timeout_seconds and in_flight_seconds together, and at most ten"
+                " years; None if the provider never forgets a key"
+            )
+
+    @property
+    def resend_seconds(self) -> float | None:
+        """How long after its first sending an effect may be sent again, so that the call arrives while the key is remembered."""
+        retention = self.key_retention_seconds
+        return None if retention is None else retention - self.timeout_seconds - self.in_flight_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A reconciler's answer: the effect happened, with this result and the provider's reference."""
+    """A reconciler's answer: the effect happened, with this result and the provider's reference. A call may return it as well,
+    to have the provider's reference kept."""
 
     result: object = None
     reference: str | None = None
@@ -97,10 +117,30 @@ Call = Callable[[Effect], Awaitable[object]]
 Reconciler = Callable[[Effect], Awaitable[Applied | Absent | None]]
 
 
+class Taken(NamedTuple):
+    """An effect that was reserved here. ``sends``: the calls that went out before."""
+
+    generation: int
+    provider_key: str
+    sends: int
+
+
+class Answer(NamedTuple):
+    """How the call ended that was made under ``generation``."""
+
+    generation: int
+    state: str
+    result: bytes | None = None
+    reference: str | None = None
+    error_class: str | None = None
+    error_code: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What the ledger knows of an effect. ``lapsed``: its call must have ended, and nobody has said how. ``wait_seconds``: until
-    whoever has it now must have let go."""
+    """What the ledger knows of an effect. ``held``: the run that asks is. ``lapsed``: the call must have ended, and nobody has said
+    how. ``forgotten``: it could be sent again, but the provider may no longer know its key. ``wait_seconds``: until whoever has it
+    must have let go; ``proof_seconds``: until absence counts."""
 
     state: str
     generation: int
@@ -112,8 +152,11 @@ class Known:
     error_code: str | None
     sends: int
     sent_at: datetime | None
+    held: bool
     lapsed: bool
+    forgotten: bool
     wait_seconds: float
+    proof_seconds: float | None
 
 
 def provider_key(key: EffectKey) -> str:

@@ -25,7 +25,6 @@ __all__ = [
 
 _SQL: Final = {**load_statements("consumer_sdk", "runs.sql"), **load_statements("consumer_sdk", "inspection.sql")}
 _ROLE: Final = "fencepost_operator"
-_WRITERS: Final = dict.fromkeys(("reap", "end_far_leases", "audit_repair"), "the role that owns the schema")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 SMALLEST_ID: Final = UUID(int=0)
@@ -39,7 +38,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, 
 
 def inspecting(database_url: str) -> AbstractAsyncContextManager[Inspector]:
     """An inspector of runs, connected; raises what ``fencepost.console.inspecting`` does."""
-    return console.inspecting(database_url, _SQL, role=_ROLE, roles=_WRITERS)
+    return console.inspecting(database_url, _SQL, role=_ROLE)
 
 
 @contextmanager

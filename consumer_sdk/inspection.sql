@@ -12,7 +12,7 @@ SELECT count(*) AS runs FROM (
 
 -- name: list_runs
 -- The newest $6 runs of tenant $1, workflow $2 and state $3 (null: any) with ids from $4 to $5.
-SELECT r.run_id, r.tenant_id, r.workflow, r.state, j.state AS job_state, j.attempts, j.max_attempts, r.error_code,
+SELECT r.run_id, r.tenant_id, r.workflow, r.state, j.state AS job_state, j.attempts, j.max_attempts, j.dead_reason, r.error_code,
        r.created_at, r.finished_at, clock_timestamp() AS now
 FROM fencepost.runs AS r JOIN fencepost.jobs AS j ON j.run_id = r.run_id AND j.tenant_id = r.tenant_id
 WHERE r.run_id BETWEEN $4 AND $5
@@ -68,6 +68,50 @@ SELECT c.outcome, c.run_state, c.run_version FROM fencepost.cancel_run($1, $2, $
 -- Run dead run $2 of tenant $1 anew as $3 for actor $4 and reason $5; at most $6 replays a lineage, ledger retention $7.
 SELECT p.outcome, p.new_run_id, p.replays FROM fencepost.replay_run($1, $2, $3, $4, $5, $6, $7) AS p;
 
+-- name: dead_reason
+-- Why run $2 of tenant $1 died.
+SELECT j.dead_reason FROM fencepost.jobs AS j WHERE j.run_id = $2 AND j.tenant_id = $1;
+
+-- Effects -------------------------------------------------------------------------------------------------------------
+
+-- name: open_effects
+-- At most $2 effects of tenant $1 (null: any) whose answer is not known, the oldest call first: unknown, or sent and past its time.
+SELECT e.run_key, e.tenant_id, e.iteration, e.step, e.occurrence, e.operation, e.state, e.generation, e.sends, e.sent_at,
+       e.deadline_at, e.created_at, clock_timestamp() AS now
+FROM fencepost.effects AS e
+WHERE e.state IN ('sent', 'unknown') AND e.deadline_at <= (SELECT clock_timestamp()) AND ($1::text IS NULL OR e.tenant_id = $1)
+ORDER BY e.deadline_at LIMIT $2;
+
+-- name: list_effects
+-- At most $3 effects of tenant $1 (null: any) in state $2, the newest first.
+SELECT e.run_key, e.tenant_id, e.iteration, e.step, e.occurrence, e.operation, e.state, e.generation, e.sends, e.sent_at,
+       e.deadline_at, e.created_at, clock_timestamp() AS now
+FROM fencepost.effects AS e
+WHERE e.state = $2 AND ($1::text IS NULL OR e.tenant_id = $1)
+ORDER BY e.created_at DESC LIMIT $3;
+
+-- name: effects_of
+-- At most $4 effects of tenant $1 under the run keys $2, and under the root of run $3 (or null), without their results.
+SELECT e.run_key, e.tenant_id, e.iteration, e.step, e.occurrence, e.operation, e.state, e.generation, e.run_id, e.run_generation,
+       e.holder, e.held_until, e.provider_key, e.provider_reference, octet_length(e.result) AS result_bytes, e.error_class,
+       e.error_code, e.sends, e.created_at, e.first_sent_at, e.sent_at, e.deadline_at, e.finished_at, clock_timestamp() AS now
+FROM fencepost.effects AS e
+WHERE e.tenant_id = $1
+  AND e.run_key = ANY ($2::text[] || (SELECT r.root_run_id::text FROM fencepost.runs AS r WHERE r.run_id = $3 AND r.tenant_id = $1))
+ORDER BY e.created_at, e.run_key, e.iteration, e.step, e.occurrence, e.operation LIMIT $4;
+
+-- name: run_effects
+-- At most $4 effects of tenant $2 under run key $1 that run $3 took last.
+SELECT e.operation, e.step, e.occurrence, e.state, e.generation, e.sends, e.created_at, e.sent_at, e.finished_at
+FROM fencepost.effects AS e
+WHERE e.run_key = $1 AND e.tenant_id = $2 AND e.run_id = $3 ORDER BY e.created_at DESC LIMIT $4;
+
+-- name: resolve_effect
+-- Close effect $1..$6 (tenant, run key, iteration, step, occurrence, operation) of generation $7 as $8, with result $9 and
+-- reference $10, for actor $11 and reason $12.
+SELECT x.outcome, x.effect_state, x.effect_generation
+FROM fencepost.resolve_effect($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12) AS x;
+
 -- Duplicates ---------------------------------------------------------------------------------------------------------
 
 -- name: twins
@@ -84,14 +128,10 @@ alike AS (
     ORDER BY first_run DESC LIMIT $5
 )
 SELECT substring(encode(a.digest, 'hex') FOR 8) AS input, r.workflow, r.run_id, r.root_run_id, r.replay_of, r.created_at,
-       r.state, j.attempts, j.lease_generation,
-       (SELECT count(*) FROM fencepost.job_attempts AS t
-        WHERE t.run_id = r.run_id AND t.tenant_id = r.tenant_id AND t.outcome = 'lost') AS lost,
-       k.key_version, k.fingerprint_profile AS profile, k.schema_version, substring(encode(k.fingerprint, 'hex') FOR 8) AS fingerprint,
+       r.state, k.key_version, k.fingerprint_profile AS profile, k.schema_version, substring(encode(k.fingerprint, 'hex') FOR 8) AS fingerprint,
        k.expires_at AS key_expires_at
 FROM alike AS a JOIN looked AS l ON l.workflow = a.workflow AND l.digest = a.digest
 JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = $1
-JOIN fencepost.jobs AS j ON j.run_id = r.run_id AND j.tenant_id = r.tenant_id
 LEFT JOIN LATERAL (
     SELECT * FROM fencepost.idempotency_keys AS i
     WHERE i.run_id = r.run_id AND i.tenant_id = r.tenant_id ORDER BY i.key_version LIMIT 1
@@ -136,10 +176,36 @@ SELECT count(*) AS tombstones FROM (
     SELECT FROM fencepost.idempotency_keys AS k
     WHERE k.tenant_id = $1 AND k.run_id IS NULL AND k.created_at >= $2 LIMIT $3) AS t;
 
+-- name: lineages
+-- The runs of tenant $1 that are of one lineage with one of the runs $2: at most $3.
+WITH roots AS MATERIALIZED (
+    SELECT DISTINCT r.root_run_id FROM fencepost.runs AS r WHERE r.run_id = ANY ($2::uuid[]) AND r.tenant_id = $1
+)
+SELECT r.run_id, r.root_run_id FROM roots AS t JOIN fencepost.runs AS r ON r.run_id = t.root_run_id AND r.tenant_id = $1
+UNION ALL
+SELECT r.run_id, r.root_run_id
+FROM roots AS t JOIN fencepost.runs AS r ON r.root_run_id = t.root_run_id AND r.tenant_id = $1 AND r.root_run_id <> r.run_id
+LIMIT $3;
+
+-- Both: of tenant $1's runs with ids from $2 to $3, the newest $5. $4: only these runs, or null.
+
+-- name: executed_again
+-- Those that more than one lease generation held.
+SELECT r.run_id, r.root_run_id, j.attempts, j.lease_generation AS generations,
+       (SELECT count(*) FROM fencepost.job_attempts AS t
+        WHERE t.run_id = r.run_id AND t.tenant_id = r.tenant_id AND t.outcome = 'lost') AS lost
+FROM fencepost.runs AS r JOIN fencepost.jobs AS j ON j.run_id = r.run_id AND j.tenant_id = r.tenant_id
+WHERE r.run_id BETWEEN $2 AND $3 AND r.tenant_id = $1 AND j.lease_generation > 1
+  AND ($4::uuid[] IS NULL OR r.run_id = ANY ($4))
+ORDER BY r.run_id DESC LIMIT $5;
+
 -- name: replays
--- Which of runs $2 of tenant $1 were run anew, by whom and why.
-SELECT x.new_run_id AS run_id, x.actor, x.reason, x.run_id AS replay_of FROM fencepost.job_replays AS x
-WHERE x.tenant_id = $1 AND x.run_id = ANY ($2::uuid[]) ORDER BY x.run_id LIMIT 100;
+-- Those that run another one anew, by whom and why.
+SELECT r.run_id, r.root_run_id, x.actor, x.reason, r.replay_of
+FROM fencepost.runs AS r LEFT JOIN fencepost.job_replays AS x ON x.run_id = r.replay_of AND x.tenant_id = r.tenant_id
+WHERE r.run_id BETWEEN $2 AND $3 AND r.tenant_id = $1 AND r.replay_of IS NOT NULL
+  AND ($4::uuid[] IS NULL OR r.run_id = ANY ($4))
+ORDER BY r.run_id DESC LIMIT $5;
 
 -- Double completion ----------------------------------------------------------------------------------------------------
 -- Each: runs with ids from $1 to $2 of tenant $3 (null: all) that break a rule, at most $4. None is what is promised.
@@ -204,7 +270,7 @@ ORDER BY a.run_id, a.generation LIMIT $4;
 
 -- name: contested
 -- Not a fault: the runs that more than one generation held, those with the most first.
-SELECT j.run_id, j.tenant_id, j.state AS job, j.lease_generation AS claims,
+SELECT j.run_id, j.tenant_id, j.lease_generation AS claims,
        count(a.generation) FILTER (WHERE a.outcome = 'lost') AS lost,
        string_agg(DISTINCT a.worker, ', ') FILTER (WHERE a.outcome = 'completed') AS completed_by
 FROM fencepost.jobs AS j JOIN fencepost.job_attempts AS a ON a.run_id = j.run_id AND a.tenant_id = j.tenant_id
@@ -314,11 +380,12 @@ CROSS JOIN LATERAL (
 LEFT JOIN leased AS l ON l.workflow = w.workflow
 WHERE r.ready > 0 ORDER BY r.oldest_seconds DESC;
 
--- name: claimed_lately
--- Which of the workflows $1 were claimed from in the last hour. Reads the attempts once: asked only about suspects.
+-- name: served
+-- Which of the workflows $1 were claimed from in the last $2 seconds, a number for each. Reads the attempts once: for suspects only.
 SELECT DISTINCT j.workflow FROM fencepost.job_attempts AS a
 JOIN fencepost.jobs AS j ON j.run_id = a.run_id AND j.tenant_id = a.tenant_id
-WHERE a.claimed_at > (SELECT clock_timestamp() - interval '1 hour') AND j.workflow = ANY ($1::text[]);
+JOIN unnest($1::text[], $2::float8[]) AS s(workflow, seconds) ON s.workflow = j.workflow
+WHERE a.claimed_at > clock_timestamp() - make_interval(secs => s.seconds);
 
 -- name: overdue
 -- Jobs past their deadline that have not ended, at most $1.

@@ -8,15 +8,32 @@ repeats the call until a reconciler or a person has said what became of it.
 import asyncio
 import hmac
 import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from consumer_sdk.classification import Failure, classify, proven
+from consumer_sdk.classification import classify, proven
 from consumer_sdk.effect_store import EffectStore
-from consumer_sdk.effects import Absent, Applied, Call, CallLimits, Effect, EffectKey, Known, Reconciler, RunFence, provider_key
+from consumer_sdk.effects import (
+    Absent,
+    Answer,
+    Applied,
+    Call,
+    CallLimits,
+    Effect,
+    EffectKey,
+    Known,
+    Reconciler,
+    RunFence,
+    Taken,
+    provider_key,
+)
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from fencepost.canonical_json import canonical_json
-from fencepost.errors import EffectFailed, EffectMismatch, EffectUnknown, InvalidInput, LeaseLost
+from fencepost.clock import lease_clock
+from fencepost.errors import EffectFailed, EffectMismatch, EffectUnknown, InvalidInput, LeaseLost, TransientError
 from fencepost.secrets import Secrets, joined
 
 __all__ = ["Ledger"]
@@ -26,158 +43,256 @@ _DOMAIN: Final = b"fencepost effect request"
 _HOLD_SECONDS: Final = 10.0
 #: How long after a call's own end the ledger waits for its answer: the time of one statement, amply.
 _MARGIN_SECONDS: Final = 5.0
-_MOST_ROUNDS: Final = 20
-_LEAST_WAIT_SECONDS: Final = 0.05
+_LEAST_PAUSE_SECONDS: Final = 0.05
+_MOST_PAUSE_SECONDS: Final = 1.0
+_MOST_REFERENCE_CHARACTERS: Final = 200
+_NOBODY_TO_ASK: Final = "nobody knows whether the effect happened, and no reconciler is registered; `fencepost effects list`"
 _STATE_OF: Final = {"terminal": "failed", "retryable": "absent", "ambiguous": "unknown"}
 
 
-class Ledger:
-    """``secrets`` bind an effect to its request: fingerprints are HMACs, as those of idempotency keys are."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """What a handler asks for. ``canonical``: its request, in the form that fingerprints are made of."""
 
-    def __init__(self, store: EffectStore, secrets: Secrets) -> None:
+    key: EffectKey
+    fence: RunFence
+    canonical: bytes
+    call: Call
+    limits: CallLimits
+    reconciler: Reconciler | None
+
+
+class _Patience:
+    """Looks again soon at first, then every second, and not for ever."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_at = lease_clock() + seconds
+        self._pause = _LEAST_PAUSE_SECONDS
+
+    async def wait(self, seconds: float) -> None:
+        if lease_clock() >= self._ends_at:
+            raise EffectUnknown("the effect stayed in other hands for too long")
+        await asyncio.sleep(max(min(self._pause, seconds), _LEAST_PAUSE_SECONDS))
+        self._pause = min(2 * self._pause, _MOST_PAUSE_SECONDS)
+
+
+class Ledger:
+    """``secrets`` bind an effect to its request: fingerprints are HMACs, as those of idempotency keys are. ``count`` is told how
+    each request for an effect ends."""
+
+    def __init__(self, store: EffectStore, secrets: Secrets, *, count: Callable[[str], None] = lambda _: None) -> None:
         self._store = store
         self._secrets = secrets
+        self._count = count
 
     async def once(
         self, key: EffectKey, fence: RunFence, *, request: object, call: Call, limits: CallLimits, reconciler: Reconciler | None
     ) -> object:
         """The effect's result: of this call, or the recorded one of an earlier.
 
-        Raises ``EffectFailed`` for a recorded refusal, ``EffectUnknown`` while its answer is not known, ``EffectMismatch`` if it is
-        recorded for another request, ``LeaseLost`` if the run is no longer held; what the call raised, if it surely did nothing.
+        Raises ``EffectFailed`` for a refusal, now or recorded, ``EffectUnknown`` while its answer is not known, ``EffectMismatch``
+        if it is recorded for another request, ``LeaseLost`` if the run is no longer held; what the call raised, if it surely did
+        nothing.
         """
-        key = key.checked()
-        canonical = _canonical(request)
+        wanted = _Wanted(
+            key=key.checked(), fence=fence, canonical=_canonical(request), call=call, limits=limits, reconciler=reconciler
+        )
+        try:
+            return await self._once(wanted)
+        except EffectUnknown:
+            self._count("unknown")
+            raise
+        except EffectMismatch:
+            self._count("mismatch")
+            raise
+
+    async def _once(self, wanted: _Wanted) -> object:
         version = self._secrets.write[0]
-        for _ in range(_MOST_ROUNDS):
-            taken = await self._store.reserve(
-                key,
-                fence,
-                hold_seconds=_HOLD_SECONDS,
-                fingerprint=self._fingerprint(version, key, canonical),
-                version=version,
-                provider_key=provider_key(key),
-                key_retention_seconds=limits.key_retention_seconds,
-            )
+        patience = _Patience(_HOLD_SECONDS + wanted.limits.timeout_seconds + 2 * _MARGIN_SECONDS)
+        while True:
+            taken = await self._reserved(wanted, version)
             if taken is not None:
-                return await self._called(key, fence, call, limits, generation=taken[0], sends=taken[1] + 1)
-            known = await self._store.read(key, margin_seconds=_MARGIN_SECONDS)
+                return await self._called(wanted, taken)
+            known = await self._known(wanted)
             if known is None:
                 raise LeaseLost("the run is no longer held; the effect was not reserved")
-            self._require_same_request(known, key, canonical)
-            if known.state in {"succeeded", "applied"}:
-                return None if known.result is None else json.loads(known.result)
-            if known.state in {"failed", "disputed"}:
-                raise EffectFailed(known.error_code or known.state)
-            version = known.fingerprint_version
-            await self._resolved_or_waited(key, known, limits, reconciler)
-        raise EffectUnknown("the effect stayed in other hands for too long")
+            self._require_same_request(wanted, known)
+            if known.state in {"succeeded", "applied", "failed", "disputed"}:
+                return self._recorded_answer(known)
+            if not known.held:
+                raise LeaseLost("the run is no longer held; the effect was left as it is")
+            if known.fingerprint_version == version:
+                await self._come_back(wanted, known, patience)
+            version = known.fingerprint_version  # a row of before the secret was replaced is had under the secret it has
 
-    async def _resolved_or_waited(self, key: EffectKey, known: Known, limits: CallLimits, reconciler: Reconciler | None) -> None:
-        """Come back when it makes sense to look again; otherwise raise ``EffectUnknown``."""
+    async def _reserved(self, wanted: _Wanted, version: int) -> Taken | None:
+        return await self._store.reserve(
+            wanted.key,
+            wanted.fence,
+            hold_seconds=_HOLD_SECONDS,
+            fingerprint=self._fingerprint(version, wanted),
+            version=version,
+            provider_key=provider_key(wanted.key),
+            limits=wanted.limits,
+        )
+
+    async def _known(self, wanted: _Wanted) -> Known | None:
+        return await self._store.read(wanted.key, wanted.fence, margin_seconds=_MARGIN_SECONDS, limits=wanted.limits)
+
+    def _recorded_answer(self, known: Known) -> object:
+        self._count("replayed")
+        if known.state in {"failed", "disputed"}:
+            raise EffectFailed(known.error_code or known.state)
+        return None if known.result is None else json.loads(known.result)
+
+    async def _come_back(self, wanted: _Wanted, known: Known, patience: _Patience) -> None:
+        """Return when it makes sense to look again; otherwise raise ``EffectUnknown``."""
         if known.state == "unknown" or known.lapsed:
-            await self._reconciled(key, known, limits, reconciler)
-        elif known.state == "absent":
+            await self._reconciled(wanted, known, patience)
+        elif known.forgotten:
             raise EffectUnknown("the effect did not happen, and the provider's key is too old to send it again; a person decides")
         else:
-            await asyncio.sleep(max(known.wait_seconds, _LEAST_WAIT_SECONDS))
+            await patience.wait(known.wait_seconds)
 
-    async def _called(
-        self, key: EffectKey, fence: RunFence, call: Call, limits: CallLimits, *, generation: int, sends: int
-    ) -> object:
-        effect = Effect(key=provider_key(key), fencing_token=generation, operation=key.operation, sends=sends)
-        if not await self._store.send(key, fence, generation=generation, timeout_seconds=limits.timeout_seconds):
-            raise LeaseLost("the effect was taken over before it was sent")
+    async def _called(self, wanted: _Wanted, taken: Taken) -> object:
+        began = lease_clock()  # before the statement: the call must not outlive the deadline that the row says
+        if not await self._store.send(wanted.key, wanted.fence, generation=taken.generation, limits=wanted.limits):
+            raise LeaseLost("the run or the effect was taken over before the call; nothing was sent")
+        left = began + wanted.limits.timeout_seconds - lease_clock()
+        if left <= 0:
+            await self._finish(wanted, Answer(taken.generation, "absent"))
+            self._count("absent")
+            raise TransientError("the process stood still for longer than the call may take; nothing was sent")
+        effect = Effect(
+            key=taken.provider_key, fencing_token=taken.generation, operation=wanted.key.operation, sends=taken.sends + 1
+        )
         try:
-            async with asyncio.timeout(limits.timeout_seconds):
-                result = await call(effect)
+            async with asyncio.timeout(left):
+                result = await wanted.call(effect)
         except Exception as error:
-            await self._refused(key, fence, generation, error)
-            raise  # pragma: no cover - _refused always raises
-        # A result that JSON cannot hold does not undo the effect: it is recorded without one, and then told.
-        try:
-            payload: bytes | None = encoded("result", result, most=MAX_OUTPUT_BYTES)
-        except InvalidInput:
-            await self._finished(key, fence, generation, "succeeded")
+            await self._record_failure(wanted, taken, error)
             raise
-        await self._finished(key, fence, generation, "succeeded", result=payload)
+        return await self._record_success(wanted, taken, result)
+
+    async def _record_success(self, wanted: _Wanted, taken: Taken, result: object) -> object:
+        """A result that JSON cannot hold does not undo the effect: it is recorded without one, and then told."""
+        applied = result if isinstance(result, Applied) else Applied(result)
+        reference, refused, payload = _reference(applied), None, None
+        try:
+            payload = encoded("result", applied.result, most=MAX_OUTPUT_BYTES)
+        except InvalidInput as error:
+            refused = error
+        await self._finish(wanted, Answer(taken.generation, "succeeded", payload, reference))
+        self._count("succeeded")
+        if refused is not None:
+            raise refused
         return None if payload is None else json.loads(payload)
 
-    async def _refused(self, key: EffectKey, fence: RunFence, generation: int, error: Exception) -> None:
-        failure = classify(error)
-        state = _STATE_OF[proven(error)]
-        await self._finished(key, fence, generation, state, failure=failure)
+    async def _record_failure(self, wanted: _Wanted, taken: Taken, error: Exception) -> None:
+        """Record what the failed call proves; raises what it means, unless that is the failure itself."""
+        failure, state = classify(error), _STATE_OF[proven(error)]
         if state == "failed":
+            told = Answer(taken.generation, state, error_class=failure.error_class, error_code=failure.code)
+            await self._finish(wanted, told)
+            self._count("failed")
             raise EffectFailed(failure.code) from error
+        await self._finish(wanted, Answer(taken.generation, state))
         if state == "unknown":
             raise EffectUnknown(f"the call ended without an answer: {failure.code}") from error
-        raise error
+        self._count("absent")
 
-    async def _finished(
-        self,
-        key: EffectKey,
-        fence: RunFence,
-        generation: int,
-        state: str,
-        *,
-        result: bytes | None = None,
-        failure: Failure | None = None,
-    ) -> None:
-        written = await self._store.finish(
-            key,
-            fence,
-            generation=generation,
-            state=state,
-            result=result,
-            error_class=failure.error_class if failure and state == "failed" else None,
-            error_code=failure.code if failure and state == "failed" else None,
-        )
-        if not written:
-            raise LeaseLost("the run or the effect is no longer held; its answer was not recorded")
+    async def _finish(self, wanted: _Wanted, answer: Answer) -> None:
+        """Record the answer. It is known only here, so a database that is away for a moment does not lose it."""
+        until, unanswered = lease_clock() + _MARGIN_SECONDS, False
+        while True:
+            try:
+                if await self._store.finish(wanted.key, wanted.fence, answer):
+                    return
+                if unanswered and await self._is_finished(wanted, answer):
+                    return
+                raise LeaseLost("the run or the effect is no longer held; its answer was not recorded")
+            except TransientError:
+                unanswered = True
+                if lease_clock() >= until:
+                    raise
+            await asyncio.sleep(_LEAST_PAUSE_SECONDS)
 
-    async def _reconciled(self, key: EffectKey, known: Known, limits: CallLimits, reconciler: Reconciler | None) -> None:
+    async def _is_finished(self, wanted: _Wanted, answer: Answer) -> bool:
+        """Whether the write that was thought lost has been done."""
+        known = await self._known(wanted)
+        return known is not None and (known.generation, known.state) == (answer.generation, answer.state)
+
+    async def _reconciled(self, wanted: _Wanted, known: Known, patience: _Patience) -> None:
         """Ask the provider what became of the effect, and record the answer."""
-        asked = await self._store.question(key, generation=known.generation, margin_seconds=_MARGIN_SECONDS)
+        if wanted.reconciler is None and known.state == "unknown":
+            raise EffectUnknown(_NOBODY_TO_ASK)
+        asked = await self._store.question(wanted.key, wanted.fence, generation=known.generation, margin_seconds=_MARGIN_SECONDS)
         if asked is None:
-            return  # somebody else asks, or has an answer: look again
+            await patience.wait(0)  # somebody else asks, or has an answer, or the run: look again
+            return
+        if wanted.reconciler is None:
+            raise EffectUnknown(_NOBODY_TO_ASK)
         generation, asked_at = asked
-        if reconciler is None:
-            raise EffectUnknown(
-                "nobody knows whether the effect happened, and no reconciler is registered; `fencepost effects list`"
-            )
-        effect = Effect(
-            key=known.provider_key,
-            fencing_token=generation,
-            operation=key.operation,
-            sends=known.sends,
-            sent_at=known.sent_at,
-            provider_reference=known.provider_reference,
-        )
-        async with asyncio.timeout(limits.timeout_seconds):
-            answer = await reconciler(effect)
-        if answer is None or not await self._recorded(key, generation, answer, asked_at, limits):
-            raise EffectUnknown("the provider cannot say yet whether the effect happened")
+        answer = await _asked(wanted.reconciler, _questioned(wanted, known, generation), wanted.limits)
+        if await self._reconcile(wanted, generation, answer, asked_at):
+            self._count("reconciled")
+        elif isinstance(answer, Absent) and known.proof_seconds:
+            left = str(math.ceil(known.proof_seconds))
+            raise EffectUnknown("the provider has not seen the effect, which may still be on its way", retry_after=left)
+        else:
+            await patience.wait(0)
 
-    async def _recorded(
-        self, key: EffectKey, generation: int, answer: Applied | Absent, asked_at: datetime, limits: CallLimits
-    ) -> bool:
-        applied = isinstance(answer, Applied)
+    async def _reconcile(self, wanted: _Wanted, generation: int, answer: Applied | Absent, asked_at: datetime) -> bool:
+        applied = answer if isinstance(answer, Applied) else None
         return await self._store.reconcile(
-            key,
+            wanted.key,
+            wanted.fence,
             generation=generation,
             state="applied" if applied else "absent",
-            result=encoded("result", answer.result, most=MAX_OUTPUT_BYTES) if isinstance(answer, Applied) else None,
-            reference=answer.reference if isinstance(answer, Applied) else None,
+            result=encoded("result", applied.result, most=MAX_OUTPUT_BYTES) if applied else None,
+            reference=_reference(applied) if applied else None,
             asked_at=asked_at,
-            in_flight_seconds=limits.in_flight_seconds,
+            limits=wanted.limits,
         )
 
-    def _fingerprint(self, version: int, key: EffectKey, canonical: bytes) -> bytes:
-        return self._secrets.digest(version, joined(_DOMAIN, key.operation.encode(), canonical))
+    def _fingerprint(self, version: int, wanted: _Wanted) -> bytes:
+        return self._secrets.digest(version, joined(_DOMAIN, wanted.key.operation.encode(), wanted.canonical))
 
-    def _require_same_request(self, known: Known, key: EffectKey, canonical: bytes) -> None:
-        if not hmac.compare_digest(known.fingerprint, self._fingerprint(known.fingerprint_version, key, canonical)):
+    def _require_same_request(self, wanted: _Wanted, known: Known) -> None:
+        if not hmac.compare_digest(known.fingerprint, self._fingerprint(known.fingerprint_version, wanted)):
             raise EffectMismatch("the effect is recorded for another request; the handler or its input changed under the run")
+
+
+def _questioned(wanted: _Wanted, known: Known, generation: int) -> Effect:
+    return Effect(
+        key=known.provider_key,
+        fencing_token=generation,
+        operation=wanted.key.operation,
+        sends=known.sends,
+        sent_at=known.sent_at,
+        provider_reference=known.provider_reference,
+    )
+
+
+async def _asked(reconciler: Reconciler, effect: Effect, limits: CallLimits) -> Applied | Absent:
+    """The provider's word. Whatever goes wrong in asking has no effect, and leaves the answer unknown."""
+    try:
+        async with asyncio.timeout(limits.timeout_seconds):
+            answer = await reconciler(effect)
+    except Exception as error:
+        raise EffectUnknown(f"the reconciler failed: {classify(error).code}") from error
+    if answer is None:
+        raise EffectUnknown("the provider cannot say yet whether the effect happened")
+    if not isinstance(answer, Applied | Absent):
+        raise EffectUnknown("the reconciler must return Applied(...), Absent() or None; what it returned proves nothing")
+    return answer
+
+
+def _reference(applied: Applied) -> str | None:
+    """The provider's reference as the table holds it: an odd one must not cost the record of the effect."""
+    if applied.reference is None:
+        return None
+    return str(applied.reference).encode(errors="replace").decode().replace("\0", "?")[:_MOST_REFERENCE_CHARACTERS]
 
 
 def _canonical(request: object) -> bytes:

@@ -155,7 +155,7 @@ class RunWriter:
                     timeout_seconds=self._lease_seconds,
                     server_settings={"application_name": "fencepost-ledger"},
                 )
-                self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets)
+                self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets, count=self._metrics.effect)
         return self._ledger
 
     async def _handlers_pool(self) -> "asyncpg.Pool[asyncpg.Record]":

@@ -3,13 +3,13 @@
 import asyncio
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, timedelta
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
 import typer
-from rich.console import Console
 from uuid_utils.compat import uuid7
 
 from consumer_sdk.inspection import (
@@ -27,12 +27,14 @@ from consumer_sdk.inspection import (
 from consumer_sdk.timeline import Entry, relative, timeline
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json, seconds
 from fencepost.errors import ReplayRefused, RunChanged, RunEnded, RunNotFound
-from fencepost.tables import print_rows, printable
+from fencepost.tables import print_rows, printable, width
 
 __all__ = ["runs"]
 
 _LARGEST_VERSION: Final = 2**63 - 1
 _STORY_MOST: Final = 1_000
+_AMBIGUOUS: Final = "ambiguous"
+_CUT_SHORT: Final = frozenset({"lease_expired", "attempt_deadline", "no_progress", "handler_cancelled"})
 
 runs = typer.Typer(help="Runs: what was accepted, and what became of it.", no_args_is_help=True)
 
@@ -67,7 +69,8 @@ def list_runs(
 
 
 def _listed(row: Mapping[str, Any]) -> Sequence[object]:
-    state = f"{row['state']}: {row['error_code']}" if row["error_code"] else row["state"]
+    causes = dict.fromkeys(cause for cause in (row["dead_reason"], row["error_code"]) if cause)
+    state = f"{row['state']}: {', '.join(causes)}" if causes else row["state"]
     age = seconds((row["now"] - row["created_at"]).total_seconds())
     return row["run_id"], f"{row['attempts']}/{row['max_attempts']}", age, row["tenant_id"], row["workflow"], state
 
@@ -79,7 +82,7 @@ async def _list(database_url: str, tenant: str | None, workflow: str | None, sta
 
 @runs.command()
 def show(run_id: RunId, tenant: _Tenant = None, database_url: DatabaseUrl = "", as_json: JsonOutput = False) -> None:
-    """Tell a run's story: how it stands now, and everything that happened to it, oldest first.
+    """Tell a run's story: how it stands now, and everything that happened to it, its effects included, oldest first.
 
     Times are the database's, in UTC. Input, output and key are not shown. Exit code 1 if there is no such run.
 
@@ -98,7 +101,7 @@ def show(run_id: RunId, tenant: _Tenant = None, database_url: DatabaseUrl = "", 
         return
     _print_summary(run)
     _print_story(story, complete=complete)
-    for line in _advice(run):
+    for line in _advice(run, cut_short=any(_was_cut_short(entry) for entry in story)):
         typer.echo(f"\n{line}")
 
 
@@ -112,8 +115,9 @@ async def _story(database_url: str, run_id: UUID, tenant: str | None) -> tuple[M
         attempts = await inspector.rows("run_attempts", run_id, owner, _STORY_MOST)
         events = await inspector.rows("run_events", run_id, owner, _STORY_MOST)
         audit = await inspector.rows("run_audit", run_id, owner, run["created_at"])
-    complete = max(len(attempts), len(events)) < _STORY_MOST
-    return run, timeline(run, attempts[::-1], events[::-1], audit), complete
+        effects = await inspector.rows("run_effects", str(run["root_run_id"]), owner, run_id, _STORY_MOST)
+    complete = max(len(attempts), len(events), len(effects)) < _STORY_MOST
+    return run, timeline(run, attempts[::-1], events[::-1], audit, effects), complete
 
 
 async def _tenant_of(inspector: Inspector, run_id: UUID) -> str:
@@ -128,7 +132,7 @@ async def _tenant_of(inspector: Inspector, run_id: UUID) -> str:
 def _print_summary(run: Mapping[str, Any]) -> None:
     typer.echo(f"Run {run['run_id']} of tenant {printable(run['tenant_id'])}")
     for name, text in _summary(run):
-        typer.echo(textwrap.fill(printable(text), Console().width, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
+        typer.echo(textwrap.fill(printable(text), width(), initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
 
 
 def _summary(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -190,7 +194,7 @@ def _print_story(story: Sequence[Entry], *, complete: bool) -> None:
     typer.echo()
     print_rows(["UTC", "later by", "what", ""], rows, whole=3)
     if not complete:
-        typer.echo(f"Only the newest {_STORY_MOST} attempts and events are shown.")
+        typer.echo(f"Only the newest {_STORY_MOST} attempts, effects and events are shown.")
 
 
 def _told(entry: Entry, before: Entry | None) -> Sequence[object]:
@@ -207,15 +211,37 @@ def _later(by: float) -> str:
     return f"+{by * 1_000:.0f} ms" if by < 1 else f"+{seconds(by)}"
 
 
-def _advice(run: Mapping[str, Any]) -> list[str]:
+def _advice(run: Mapping[str, Any], *, cut_short: bool) -> list[str]:
     names = f"{run['run_id']} --tenant {shlex.quote(printable(run['tenant_id']))}"
     if run["lease_owner"] is not None and run["lease_expires_at"] <= run["now"]:
         return ["The lease ran out: the next claim or the reaper takes the job. If nobody does, `fencepost diagnose stuck-leases`."]
     if run["state"] == "failed" and run["replayed_as"] is None:
-        return [f"To run it anew: fencepost runs replay {names} --actor … --reason …"]
+        checked = "--effects-checked " * (run["dead_reason"] == _AMBIGUOUS)
+        return [
+            *_may_have_acted(run, cut_short=cut_short),
+            f"To run it anew:\n  fencepost runs replay {names} {checked}--actor … --reason …",
+        ]
     if run["job_state"] == "queued" and run["now"] - run["available_at"] > timedelta(minutes=1):
         return ["It is ready and nobody has claimed it: `fencepost diagnose stuck-leases` says which workflows have no worker."]
     return []
+
+
+def _was_cut_short(entry: Entry) -> bool:
+    """An attempt that was ended from outside, in the middle of whatever it did."""
+    return entry.what == "lost" or entry.facts.get("error_code") in _CUT_SHORT
+
+
+def _may_have_acted(run: Mapping[str, Any], *, cut_short: bool) -> list[str]:
+    """What comes first at dead work that could have had an effect which nobody has recorded."""
+    open_end = run["dead_reason"] == _AMBIGUOUS
+    if not open_end and not cut_short:
+        return []
+    why = "its last error leaves open whether it acted" if open_end else "an attempt was cut short, and may have acted all the same"
+    tenant, root = shlex.quote(printable(run["tenant_id"])), run["root_run_id"]
+    return [
+        f"First find out what it did: {why}. Ask the provider, by the id of its first run, {root},"
+        f" or by the keys of\n  fencepost effects show {tenant} {root}\nMore: docs/runbooks/dead-work.md"
+    ]
 
 
 @runs.command()
@@ -241,7 +267,7 @@ def cancel(
     """
     check_text(tenant=tenant, actor=actor, reason=reason)
     with answering():
-        answer = asyncio.run(_change(database_url, "cancel", (tenant, run_id, actor, reason, expected_version), dry_run=dry_run))
+        answer = asyncio.run(_cancel(database_url, (tenant, run_id, actor, reason, expected_version), dry_run=dry_run))
         _refuse_cancel(answer, run_id, tenant, expected_version)
     if as_json:
         print_json({"run_id": str(run_id), "tenant_id": tenant, "dry_run": dry_run, **plain(answer)})
@@ -278,13 +304,17 @@ def replay(
             help="How long effects are remembered. A lineage that began earlier is not run anew: it could act twice.",
         ),
     ] = 720.0,
+    effects_checked: Annotated[
+        bool, typer.Option("--effects-checked", help="You know what an ambiguous run did outside. Goes to the audit row.")
+    ] = False,
     dry_run: DryRun = False,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:  # fmt: skip
     """Run dead work anew, as a new run linked to the old one, which stays as it is.
 
-    Leaves an audit row. Exit code 1 if the run is unknown, did not fail, was replayed already, or may not be.
+    Leaves an audit row. Exit code 1 if the run is unknown, did not fail, was replayed already, or may not be. One that died as
+    ambiguous may have acted: it needs --effects-checked.
 
     Example:
 
@@ -293,9 +323,9 @@ def replay(
     check_text(tenant=tenant, actor=actor, reason=reason)
     retention = timedelta(hours=ledger_retention_hours)
     with answering():
-        answer = asyncio.run(
-            _change(database_url, "replay", (tenant, run_id, uuid7(), actor, reason, limit, retention), dry_run=dry_run)
-        )
+        noted = f"{reason}; effects checked" if effects_checked else reason
+        arguments = (tenant, run_id, uuid7(), actor, noted, limit, retention)
+        answer = asyncio.run(_replay(database_url, arguments, effects_checked=effects_checked, dry_run=dry_run))
         _refuse_replay(answer, run_id, tenant)
     if as_json:
         print_json({"run_id": str(run_id), "tenant_id": tenant, "dry_run": dry_run, **plain(answer)})
@@ -321,11 +351,37 @@ def _refuse_replay(answer: Mapping[str, Any], run_id: UUID, tenant: str) -> None
             )
 
 
-async def _change(database_url: str, statement: str, arguments: tuple[object, ...], *, dry_run: bool) -> Mapping[str, Any]:
-    """Do it; a dry run does it and takes it back, so that it gives the very answer."""
-    async with inspecting(database_url) as inspector:
-        transaction = inspector.connection.transaction()
-        await transaction.start()
-        answer: Mapping[str, Any] = (await inspector.rows(statement, *arguments))[0]
-        await (transaction.rollback() if dry_run else transaction.commit())
+async def _refuse_unchecked(inspector: Inspector, tenant: str, run_id: UUID) -> None:
+    """Raises ``ReplayRefused`` for a run that may have acted, unless somebody says that they know."""
+    if (await inspector.rows("dead_reason", tenant, run_id))[0]["dead_reason"] == _AMBIGUOUS:
+        raise ReplayRefused(
+            "the run died as ambiguous: it may have acted, and would act again. Find out what it did, as `fencepost runs show"
+            f" {run_id}` says; then add --effects-checked"
+        )
+
+
+async def _replay(database_url: str, arguments: tuple[Any, ...], *, effects_checked: bool, dry_run: bool) -> Mapping[str, Any]:
+    async with inspecting(database_url) as inspector, _changing(inspector, dry_run=dry_run):
+        answer: Mapping[str, Any] = (await inspector.rows("replay", *arguments))[0]
+        if answer["outcome"] == "replayed" and not effects_checked:
+            await _refuse_unchecked(inspector, *arguments[:2])
         return answer
+
+
+async def _cancel(database_url: str, arguments: tuple[object, ...], *, dry_run: bool) -> Mapping[str, Any]:
+    async with inspecting(database_url) as inspector, _changing(inspector, dry_run=dry_run):
+        answer: Mapping[str, Any] = (await inspector.rows("cancel", *arguments))[0]
+        return answer
+
+
+@asynccontextmanager
+async def _changing(inspector: Inspector, *, dry_run: bool) -> AsyncIterator[None]:
+    """Do it; a dry run does it and takes it back, so that it gives the very answer."""
+    transaction = inspector.connection.transaction()
+    await transaction.start()
+    try:
+        yield
+    except BaseException:
+        await transaction.rollback()
+        raise
+    await (transaction.rollback() if dry_run else transaction.commit())

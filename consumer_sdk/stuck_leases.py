@@ -15,13 +15,12 @@ _READY_MOST: Final = 10_000
 _WORKFLOWS_MOST: Final = 100
 _REPAIR: Final = "start or mend the workers, whose reaper ends these; meanwhile `fencepost diagnose stuck-leases --repair`"
 _IDLE_SECONDS: Final = 60.0
-_UNSERVED_SECONDS: Final = 3_600.0
 _CLOCK_SECONDS: Final = 5.0
 _ROWS_FOR_AN_INDEX: Final = 10_000
 
 
-async def stuck_leases(inspector: Inspector) -> list[Finding]:
-    """The findings, from the clock to the vacuum."""
+async def stuck_leases(inspector: Inspector, *, unserved_seconds: float) -> list[Finding]:
+    """The findings, from the clock to the vacuum. ``unserved_seconds``: how long a ready job may wait for the first worker."""
     kept = await inspector.rows("vacuum")
     return [
         clock_finding((await inspector.rows("clock"))[0]["at"], datetime.now(UTC)),
@@ -32,7 +31,7 @@ async def stuck_leases(inspector: Inspector) -> list[Finding]:
             broken="leases that reach further than a day",
             do="a mistake of unit (ms for s) or time zone: look at the lease settings and at who writes this table",
         ),
-        *await _backlog(inspector),
+        *await _backlog(inspector, unserved_seconds),
         violations(
             "deadlines", await inspector.rows("overdue", SHOWN), holds="no job is past its deadline",
             broken="jobs past their deadline that have not ended", do=_REPAIR,
@@ -57,8 +56,9 @@ def clock_finding(database: datetime, here: datetime) -> Finding:
     if apart < _CLOCK_SECONDS:
         return Finding(look="clock", verdict="ok", says=says)
     return Finding(
-        look="clock", verdict="warn", says=says, next="find out which clock is wrong; a step of the database's moves every lease"
-    )
+        look="clock", verdict="warn", says=says, urgent=True,
+        next="find out which clock is wrong; a step of the database's moves every lease",
+    )  # fmt: skip
 
 
 def _expiry(row: Mapping[str, Any]) -> Finding:
@@ -74,27 +74,28 @@ def _expired(rows: Sequence[Any]) -> Finding:
     )  # fmt: skip
 
 
-async def _backlog(inspector: Inspector) -> list[Finding]:
+async def _backlog(inspector: Inspector, unserved_seconds: float) -> list[Finding]:
     rows = [dict(row) for row in await inspector.rows("backlog", _WORKFLOWS_MOST, _READY_MOST)]
-    late = [row for row in rows if row["oldest_seconds"] > _IDLE_SECONDS]
-    if late:
-        waiting = Finding(look="ready jobs", verdict="warn", rows=rows, says="ready jobs wait for more than a minute",
-                          next="more workers, or more concurrency; a workflow with no lease at all has no worker")  # fmt: skip
-    else:
-        waiting = Finding(look="ready jobs", verdict="ok", says="no ready job waits for more than a minute", rows=rows)
-    return [
-        waiting,
-        await _unserved(inspector, [row for row in late if not row["leased"] and row["oldest_seconds"] > _UNSERVED_SECONDS]),
-    ]
+    suspects = [row for row in rows if not row["leased"] and row["oldest_seconds"] > unserved_seconds]
+    return [_waiting(rows), await _unserved(inspector, suspects, unserved_seconds)]
 
 
-async def _unserved(inspector: Inspector, suspects: Sequence[Mapping[str, Any]]) -> Finding:
-    names = [row["workflow"] for row in suspects]
-    served = {row["workflow"] for row in await inspector.rows("claimed_lately", names)} if names else set()
+def _waiting(rows: Sequence[Mapping[str, Any]]) -> Finding:
+    if all(row["oldest_seconds"] <= _IDLE_SECONDS for row in rows):
+        return Finding(look="ready jobs", verdict="ok", says="no ready job waits for more than a minute", rows=rows)
+    return Finding(
+        look="ready jobs", verdict="warn", rows=rows, says="ready jobs wait for more than a minute", urgent=True,
+        next="more workers, or more concurrency; for a workflow without any worker see the next look",
+    )  # fmt: skip
+
+
+async def _unserved(inspector: Inspector, suspects: Sequence[Mapping[str, Any]], unserved_seconds: float) -> Finding:
+    names, waits = [row["workflow"] for row in suspects], [row["oldest_seconds"] for row in suspects]
+    served = {row["workflow"] for row in await inspector.rows("served", names, waits)} if names else set()
     return violations(
         "unserved workflows", [{"workflow": name} for name in names if name not in served],
-        holds="no workflow with ready jobs went without a claim for an hour",
-        broken="workflows with ready jobs that nobody claimed from for an hour",
+        holds=f"no workflow's ready job has waited for more than {seconds(unserved_seconds)} without a lease or a claim since",
+        broken=f"workflows with a job ready for more than {seconds(unserved_seconds)}, no lease, and no claim since",
         do="deploy a worker with a handler registered under this very name",
     )  # fmt: skip
 
@@ -104,6 +105,7 @@ def _transactions(rows: Sequence[Any]) -> Finding:
         return Finding(look="long transactions", verdict="ok", says="no transaction is older than a minute")
     return Finding(
         look="long transactions", verdict="warn", rows=[dict(row) for row in rows], says="transactions older than a minute",
+        urgent=any(row["touches_jobs"] for row in rows),
         next="one that touches jobs may hold rows that claim and reaper then skip; end it: SELECT pg_terminate_backend(pid)",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The story of one run: acceptance, attempts, events and what operators did, oldest first.
+"""The story of one run: acceptance, attempts, effects, events and what operators did, oldest first.
 
 Pure: rows in, entries out. Nothing that a run was given or gave back is in it.
 """
@@ -16,8 +16,8 @@ _Row = Mapping[str, Any]
 _TERMINAL: Final = ("run_completed", "run_failed", "run_cancelled")
 # At one instant, what causes comes before what follows.
 _ORDER: Final = (
-    "accepted", "lost", "claimed", "renewed", "cancel asked", "completed", "failed", "released", "stopped", "event", "run ended",
-    "replayed",
+    "accepted", "lost", "claimed", "renewed", "cancel asked", "effect", "completed", "failed", "released", "stopped", "event",
+    "run ended", "replayed",
 )  # fmt: skip
 
 
@@ -39,13 +39,16 @@ def relative(at: datetime | None, now: datetime) -> str:
     return f"in {seconds(left)}" if left > 0 else f"{seconds(-left)} ago"
 
 
-def timeline(run: _Row, attempts: Sequence[_Row], events: Sequence[_Row], audit: Sequence[_Row]) -> list[Entry]:
+def timeline(
+    run: _Row, attempts: Sequence[_Row], events: Sequence[_Row], audit: Sequence[_Row], effects: Sequence[_Row] = ()
+) -> list[Entry]:
     """The entries, oldest first. ``attempts`` in the order of their generations, ``events`` in that of their sequences."""
     followers: list[_Row | None] = [*attempts[1:], None]
     entries = [
         _accepted(run),
         *(entry for attempt, follower in zip(attempts, followers, strict=False) for entry in _attempt(run, attempt, follower)),
         *(entry for event in events for entry in _event(event, audit)),
+        *(entry for effect in effects for entry in _effect(effect)),
         *(_replayed(row) for row in audit if row["command"] == "runs replay"),
     ]
     end = max((entry.at for entry in entries if entry.what != "replayed"), default=run["created_at"])
@@ -108,6 +111,19 @@ def _decision(attempt: _Row) -> str:
     if attempt["decision"] == "retry":
         return f"; retry in {seconds(delay.total_seconds())}" if delay else "; retry at once"
     return "; no further attempt" if attempt["decision"] == "dead" else ""
+
+
+def _effect(effect: _Row) -> Iterator[Entry]:
+    """Reserved, sent last, and answered; an effect without an answer says so where it was sent."""
+    name, state = effect["operation"], effect["state"]
+    facts = {key: effect[key] for key in ("operation", "step", "occurrence", "state", "generation", "sends")}
+    yield Entry(at=effect["created_at"], what="effect", text=f"{name}: reserved", facts=facts)
+    if effect["sent_at"] is not None:
+        times = f", {effect['sends']} times by then" if effect["sends"] > 1 else ""
+        open_ends = {"unknown": "; its answer is not known", "absent": "; it did not happen"}
+        yield Entry(at=effect["sent_at"], what="effect", text=f"{name}: sent{times}{open_ends.get(state, '')}", facts=facts)
+    if effect["finished_at"] is not None:
+        yield Entry(at=effect["finished_at"], what="effect", text=f"{name}: {state}", facts=facts)
 
 
 def _event(event: _Row, audit: Sequence[_Row]) -> Iterator[Entry]:

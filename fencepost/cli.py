@@ -18,7 +18,7 @@ __all__ = ["app", "main"]
 
 _GROUP = "fencepost.commands"
 # What each entry point would have added, and the extra that it needs.
-_COMMANDS = {"relay": ("relay", "status", "trace", "check", "lanes"), "worker": ("worker", "runs", "diagnose")}
+_COMMANDS = {"relay": ("relay", "status", "trace", "check", "lanes"), "worker": ("worker", "runs", "effects", "diagnose")}
 _EXTRAS = {"demo": "dev", "worker": "consumer"}
 
 

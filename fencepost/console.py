@@ -17,7 +17,9 @@ __all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "print_json",
 
 _TIMEOUT_SECONDS: Final = 30
 
-DatabaseUrl = Annotated[str, typer.Option("--database-url", envvar="FENCEPOST_DATABASE_URL", help="Database of the outbox.")]
+DatabaseUrl = Annotated[
+    str, typer.Option("--database-url", envvar="FENCEPOST_DATABASE_URL", help="Database of the outbox and the runs.")
+]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -155,7 +155,14 @@ class EffectError(FencepostError):
 
 
 class EffectUnknown(EffectError):
-    """The effect was sent and nobody knows its answer. It is not repeated until a reconciler or a person has said what happened."""
+    """The effect was sent and nobody knows its answer. It is not repeated until a reconciler or a person has said what happened.
+
+    ``retry_after``: whole seconds after which asking again may tell more, as a Retry-After header; None if nobody can say.
+    """
+
+    def __init__(self, message: str, *, retry_after: str | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EffectMismatch(EffectError):

@@ -1,13 +1,28 @@
-"""Tables that hold an id in 80 columns: few lines, and what people wrote is text, not markup."""
+"""Tables that hold an id in 80 columns: few lines, and what people wrote is text, not markup.
 
+In a pipe or a file nothing is wrapped, so that `grep` finds names whole.
+"""
+
+import os
+import sys
 from collections.abc import Sequence
+from typing import Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_rows", "printable"]
+__all__ = ["print_rows", "printable", "width"]
+
+# Longer than any row: names and reasons are bounded.
+_UNBOUNDED: Final = 1_000_000
+
+
+def width() -> int:
+    """The columns of the terminal, or what COLUMNS says; without either, as many as a line takes."""
+    bounded = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console().width if bounded else _UNBOUNDED
 
 
 def printable(text: str) -> str:
@@ -22,4 +37,4 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]], *, whol
         table.add_column(column, no_wrap=number < whole, overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=width()).print(table)

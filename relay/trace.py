@@ -84,6 +84,7 @@ def _tell(story: dict[str, Any]) -> list[str]:
         return [
             f"Event {story['event_id']} is not in the outbox.",
             "Its transaction has not committed, was rolled back, or the row is past retention.",
+            f"If it is the id of a run: fencepost runs show {story['event_id']}",
         ]
     lines = [
         f"Event {story['event_id']}, type {story['event_type']}, topic {story['topic']}, {story['record_bytes']} bytes",

@@ -16,7 +16,7 @@ from consumer_sdk.stuck_leases import clock_finding, plan_finding, vacuum_findin
 from fencepost.errors import ConfigurationError
 from fencepost.statements import load_statements
 from tests.support.commands import Command, user_of
-from tests.support.runs import Runs, new_key
+from tests.support.runs import Held, Runs, new_key
 
 DUPLICATES = ("diagnose", "duplicates", "--tenant", "acme")
 DOUBLE = ("diagnose", "double-completion")
@@ -185,6 +185,23 @@ async def test_a_window_leaves_out_older_runs(runs: Runs, command: Command) -> N
     assert findings["scope"]["verdict"] == "warn"
 
 
+async def test_nothing_is_said_of_runs_that_nobody_looked_at(command: Command) -> None:
+    assert [(found["look"], found["verdict"]) for found in await command.json(*DUPLICATES)] == [("scope", "warn")]
+    for words in (DUPLICATES, DOUBLE):
+        code, output = await command(*words)
+        assert code == 0
+        assert output.endswith("No run was looked at, so this says nothing about any.\n")
+
+
+async def test_in_a_pipe_nothing_is_wrapped_and_at_a_terminal_everything_is(runs: Runs, command: Command) -> None:
+    await contested_run(runs.by("worker-of-a-machine-with-a-very-long-name/7d232936f9838e86"))
+    _, piped = await command(*DOUBLE, COLUMNS="")
+    assert "worker-of-a-machine-with-a-very-long-name/7d232936f9838e86" in piped
+    assert "ok    guards: the constraints and indexes that refuse a second ending are in force\n" in piped
+    _, wrapped = await command(*DOUBLE, COLUMNS="80")
+    assert max(len(line.rstrip()) for line in wrapped.splitlines()[:-1]) <= 80
+
+
 @pytest.mark.parametrize("words", [DOUBLE, (*DOUBLE, "--tenant", "acme"), DUPLICATES], ids=" ".join)
 async def test_an_unknown_run_is_not_said_to_be_well(words: tuple[str, ...], runs: Runs, command: Command) -> None:
     theirs = await runs.accept(tenant="theirs")
@@ -239,6 +256,44 @@ async def test_runs_that_were_executed_more_than_once_are_named(runs: Runs, comm
     await runs.complete(await runs.claim_one())
     findings = await verdicts(command, *DUPLICATES)
     assert findings["attempts"]["rows"] == [{"run_id": str(first), "attempts": 2, "generations": 2, "lost": 1}]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["by its id", "in the window"])
+async def test_a_run_that_was_executed_twice_is_named_though_no_other_is_like_it(alone: bool, runs: Runs, command: Command) -> None:
+    await runs.accept(data=b"another", workflow="other")
+    run = await runs.accept(data=b"alone")
+    await runs.claim_one()
+    await runs.expire_lease(run)
+    await runs.complete(await runs.claim_one())
+    findings = await verdicts(command, *DUPLICATES, *(("--run", run) if alone else ()))
+    assert findings["identical inputs"]["verdict"] == "ok"
+    assert findings["attempts"]["verdict"] == "warn"
+    assert findings["attempts"]["rows"] == [{"run_id": str(run), "attempts": 2, "generations": 2, "lost": 1}]
+    assert (await command(*DUPLICATES))[1].endswith("Look at the warnings: attempts.\n")
+
+
+@pytest.mark.parametrize("named", ["the dead run", "its replay", "none"])
+async def test_a_replay_is_named_though_no_other_run_is_like_it(named: str, runs: Runs, command: Command) -> None:
+    dead = await runs.accept(max_attempts=1, data=b"alone")
+    await runs.fail(await runs.claim_one())
+    _, new = await runs.replay(dead)
+    run = {"the dead run": ("--run", dead), "its replay": ("--run", new), "none": ()}[named]
+    findings = await verdicts(command, *DUPLICATES, *run)
+    assert findings["identical inputs"]["verdict"] == "ok"
+    assert findings["replays"]["verdict"] == "warn"
+    assert findings["replays"]["rows"] == [{"run_id": str(new), "actor": "ana", "reason": "test", "replay_of": str(dead)}]
+
+
+async def test_one_run_is_judged_without_the_attempts_and_replays_of_others(runs: Runs, command: Command) -> None:
+    dead = await runs.accept(max_attempts=1, data=b"other")
+    await runs.fail(await runs.claim_one())
+    await runs.replay(dead)
+    await runs.release(await runs.claim_one())
+    await runs.complete(await runs.claim_one())
+    run = await runs.accept(data=b"alone")
+    findings = await verdicts(command, *DUPLICATES, "--run", run)
+    assert [findings[look]["verdict"] for look in ("attempts", "replays", "effects")] == ["ok", "ok", "ok"]
+    assert findings["scope"]["says"].startswith("this run, its lineage, and those of its input;")
 
 
 async def test_versions_and_retention_of_keys_are_shown(runs: Runs, command: Command) -> None:
@@ -319,6 +374,7 @@ async def test_what_is_stuck_is_found(look: str, runs: Runs, command: Command) -
     findings = await verdicts(command, *STUCK, code=1)
     assert failed(findings) == {look}
     assert findings[look]["next"]
+    assert "Nothing is" not in (await command(*STUCK))[1]
 
 
 async def test_an_attempt_past_its_own_deadline_is_found(runs: Runs, command: Command) -> None:
@@ -348,16 +404,44 @@ async def test_an_expired_lease_is_shown_with_who_could_take_it(by_hand: str, le
     assert (counts["expired_1_min"], counts["expired_10_min"], counts["expired_1_h"]) == (1, 1, 0)
 
 
-async def test_a_workflow_that_was_claimed_from_lately_has_a_worker(runs: Runs, command: Command) -> None:
-    first = await runs.accept()
-    await runs.complete(await runs.claim_one())
-    assert await runs.state(first) == ("completed", "completed")
+async def test_a_workflow_whose_job_waits_for_minutes_without_a_claim_has_no_worker(runs: Runs, command: Command) -> None:
+    await runs.complete(await accepted_and_claimed(runs))
+    await runs.connection.execute("UPDATE fencepost.job_attempts SET claimed_at = clock_timestamp() - interval '3 minutes'")
+    await runs.accept()
+    await runs.connection.execute("UPDATE fencepost.jobs SET available_at = clock_timestamp() - interval '2 minutes'"
+                                  " WHERE state = 'queued'")  # fmt: skip
+    findings = await verdicts(command, *STUCK, code=1)
+    assert findings["unserved workflows"]["rows"] == [{"workflow": "report"}]
+    assert (await command(*STUCK))[1].endswith("Broken: unserved workflows. Look at the warnings: ready jobs.\n")
+    assert (await verdicts(command, *STUCK, "--unserved-minutes", 5, code=1))["unserved workflows"]["verdict"] == "ok"
+    code, output = await command(*STUCK, "--unserved-minutes", 5)
+    assert code == 1
+    assert output.endswith("Nothing is broken. Look at the warnings: ready jobs.\n")
+
+
+async def test_a_workflow_that_was_claimed_from_since_its_job_became_ready_has_a_worker(runs: Runs, command: Command) -> None:
+    await runs.complete(await accepted_and_claimed(runs))
     await runs.accept()
     await runs.connection.execute("UPDATE fencepost.jobs SET available_at = clock_timestamp() - interval '2 hours'")
-    findings = await verdicts(command, *STUCK)
+    findings = await verdicts(command, *STUCK, code=1)
     assert findings["unserved workflows"]["verdict"] == "ok"
     assert findings["ready jobs"]["verdict"] == "warn"
     assert findings["ready jobs"]["rows"][0]["workflow"] == "report"
+
+
+async def test_a_workflow_with_a_lease_has_a_worker(runs: Runs, command: Command) -> None:
+    held = await accepted_and_claimed(runs)
+    await runs.accept()
+    await runs.connection.execute("UPDATE fencepost.job_attempts SET claimed_at = clock_timestamp() - interval '3 hours'")
+    await runs.connection.execute("UPDATE fencepost.jobs SET available_at = clock_timestamp() - interval '2 hours'")
+    assert failed(await verdicts(command, *STUCK, code=1)) == set()
+    await runs.complete(held)
+    assert failed(await verdicts(command, *STUCK, code=1)) == {"unserved workflows"}
+
+
+async def accepted_and_claimed(runs: Runs) -> Held:
+    await runs.accept()
+    return await runs.claim_one()
 
 
 async def test_who_blocks_the_jobs_table_is_named(runs: Runs, command: Command, database_url: str) -> None:
@@ -482,13 +566,17 @@ async def test_repair_without_actor_and_reason_is_refused(words: tuple[str, ...]
     assert await runs.connection.fetchval("SELECT state FROM fencepost.jobs") == "leased"
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["repair", "dry run"])
 @pytest.mark.parametrize("role", ["fencepost_operator", "fencepost_consumer", "fencepost_producer"])
-async def test_repair_is_refused_to_who_may_not_audit_it(role: str, runs: Runs, database_url: str) -> None:
+async def test_repair_and_its_rehearsal_are_refused_to_who_may_not_audit_it(
+    role: str, more: tuple[str, ...], runs: Runs, database_url: str
+) -> None:
     """SEC-10"""
     await expired_jobs(runs, 1)
     async with user_of(role, database_url) as url:
-        with pytest.raises(ConfigurationError, match="owns the schema"):
-            await Command(url)(*REPAIR)
+        with pytest.raises(ConfigurationError, match="run the repair as the role that owns the schema: --database-url") as refused:
+            await Command(url)(*REPAIR, *more)
+    assert "grant" not in str(refused.value)
     assert await runs.connection.fetchval("SELECT state FROM fencepost.jobs") == "leased"
 
 

@@ -170,6 +170,16 @@ async def test_long_names_are_broken_into_lines_and_never_cut(runs: Runs, databa
     assert workflow in "".join(shown.split())
 
 
+async def test_in_a_pipe_ids_and_names_are_whole(runs: Runs, command: Command) -> None:
+    tenant, workflow = "t" * 97, "w" * 89
+    run = await runs.accept(tenant=tenant, workflow=workflow, max_attempts=1)
+    await runs.fail(await runs.claim_one(workflow=workflow), reason="ambiguous", delay=None, error_code="timeout")
+    _, listed = await command("runs", "list", COLUMNS="")
+    (line,) = [line for line in listed.splitlines() if str(run) in line]
+    assert {tenant, workflow} <= set(line.split())
+    assert "failed: ambiguous, timeout" in line
+
+
 async def test_show_finds_a_run_by_its_id_alone_if_one_tenant_has_it(runs: Runs, command: Command) -> None:
     run = await runs.accept(tenant="one")
     assert (await command.json("runs", "show", run))["run"]["tenant_id"] == "one"
@@ -269,6 +279,54 @@ async def test_replay_says_no_where_it_must(runs: Runs, command: Command) -> Non
     await runs.connection.execute("UPDATE fencepost.jobs SET max_attempts = 1 WHERE state = 'queued'")
     await runs.fail(await runs.claim_one())
     assert "replayed 1 times" in await refused(uuid.UUID(answer["new_run_id"]), "--limit", 1)
+
+
+async def ambiguous_run(runs: Runs) -> uuid.UUID:
+    run = await runs.accept()
+    await runs.fail(await runs.claim_one(), reason="ambiguous", delay=None, error_class="ambiguous", error_code="timeout")
+    return run
+
+
+async def test_an_ambiguous_run_is_not_replayed_until_somebody_knows_what_it_did(runs: Runs, command: Command) -> None:
+    dead = await ambiguous_run(runs)
+    before = await everything(runs)
+    for more in ((), ("--dry-run",)):
+        code, output = await command("runs", "replay", dead, *BY_ANA, *more)
+        assert code == 1
+        assert "may have acted" in output
+        assert "--effects-checked" in output
+        assert await everything(runs) == before
+    code, output = await command("runs", "replay", dead, *BY_ANA, "--effects-checked", "--dry-run")
+    assert (code, output) == (0, "Would be replayed, as replay 1 of at most 3 of its lineage.\n")
+    assert await everything(runs) == before
+    await command.json("runs", "replay", dead, *BY_ANA, "--effects-checked")
+    assert [row["reason"] for row in await audit(runs)] == ["customer withdrew; effects checked"]
+
+
+async def test_show_says_of_dead_work_that_may_have_acted_what_comes_before_a_replay(runs: Runs, command: Command) -> None:
+    first = await dead_run(runs)
+    _, told = await command("runs", "show", first)
+    assert "find out" not in told
+    _, dead = await runs.replay(first)
+    await runs.fail(await runs.claim_one(), reason="ambiguous", delay=None, error_code="timeout")
+    _, told = await command("runs", "show", dead)
+    assert told.index("First find out what it did") < told.index(f"fencepost effects show acme {first}")
+    assert told.index("First find out what it did") < told.index(f"runs replay {dead} --tenant acme --effects-checked")
+
+
+@pytest.mark.parametrize("how", ["lost", "stopped"])
+async def test_show_says_of_dead_work_whose_attempt_was_cut_short_that_it_may_have_acted(
+    how: str, runs: Runs, command: Command
+) -> None:
+    run = await runs.accept(max_attempts=1)
+    held = await runs.claim_one()
+    if how == "lost":
+        await runs.expire_lease(run)
+        await runs.reap()
+    else:
+        await runs.fail(held, error_code="attempt_deadline")
+    _, told = await command("runs", "show", run)
+    assert told.index("an attempt was cut short") < told.index(f"runs replay {run} --tenant acme --actor")
 
 
 @pytest.mark.parametrize("word", ["cancel", "replay"])
