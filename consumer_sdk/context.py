@@ -212,6 +212,8 @@ class RunContext:
         can get lost.
         """
         self._refuse_after_completion()
+        if self._in_transaction:
+            raise TransactionRequired("a call must not hold a transaction open: make it before or after")
         claim = self._state.claim
         key = EffectKey(str(claim.root_run_id), self.tenant_id, claim.iteration, step or claim.workflow, occurrence, operation)
         return await self._writer.once(claim, key, request=request, call=call, limits=limits)

@@ -63,14 +63,16 @@ def _jittered(seconds: float) -> float:
 class Worker:
     """Executes the runs that ``handlers`` has handlers for. ``run`` returns after ``stop``, and raises on what a restart must mend.
 
-    ``secrets`` bind outside effects to their requests; they default to the environment's, read when the first is asked for.
+    ``secrets`` bind outside effects to their requests; they default to the environment's, read now if there are reconcilers, else
+    when the first effect is asked for.
     ``worker_id`` is the owner of its leases: the name with a nonce, so that a restarted worker is another owner.
     """
 
     def __init__(self, handlers: Handlers, settings: WorkerSettings, *, secrets: Secrets | None = None) -> None:
         self._handlers = handlers.by_workflow
         self._reconcilers = handlers.reconcilers
-        self._secrets = secrets
+        # Where outside effects are to be expected, a missing secret is told before the first run, not by it.
+        self._secrets = Secrets.from_environment() if secrets is None and self._reconcilers else secrets
         if not self._handlers:
             raise ConfigurationError("the worker has no handlers: register at least one workflow")
         self._settings = settings

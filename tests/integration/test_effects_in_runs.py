@@ -27,7 +27,7 @@ from consumer_sdk import (
     load_worker_settings,
 )  # fmt: skip
 from consumer_sdk.effects import Absent, Applied, Effect
-from fencepost.errors import TransientError
+from fencepost.errors import ConfigurationError, TransientError
 from tests.support.commands import Command
 from tests.support.effects import CHARGE, Bench, opened
 from tests.support.waiting import eventually
@@ -418,6 +418,37 @@ async def test_in_one_transaction_everything_is_there_once_or_not_at_all(shop: S
     assert await shop.output(run) == {"by": 2}
     assert await connection.fetchval("SELECT count(*) FROM public.credits") == 1
     assert [kind for _, kind in await shop.runs.events(run)].count("run_completed") == 1
+
+
+async def test_no_call_is_made_while_a_transaction_is_open(shop: Shop) -> None:
+    """It would hold the transaction for as long as a provider takes."""
+
+    async def handler(context: RunContext, _value: Any) -> None:
+        async with context.transaction():
+            await context.once(CHARGE, request=1, call=shop.provider.charge)
+
+    run_id = await shop.accept()
+    await shop.work(handler)
+    await shop.reaches(run_id, "failed")
+
+    assert shop.provider.book == []
+    assert await shop.bench.connection.fetchval("SELECT count(*) FROM fencepost.effects") == 0
+
+
+async def test_a_worker_with_reconcilers_and_no_secrets_does_not_start(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FENCEPOST_IDEMPOTENCY_SECRETS", raising=False)
+    handlers = Handlers()
+
+    @handlers.handler("report")
+    async def report(_context: RunContext, _value: Any) -> None:
+        return None
+
+    @handlers.reconciler(CHARGE)
+    async def ask(_effect: Effect) -> None:
+        return None
+
+    with pytest.raises(ConfigurationError, match="FENCEPOST_IDEMPOTENCY_SECRETS"):
+        Worker(handlers, load_worker_settings(QUICK | {"database_url": shop.database_url}))
 
 
 async def test_an_effect_without_secrets_is_refused_before_anything_is_sent(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
