@@ -95,8 +95,9 @@ leased AS (
               j.attempt_deadline_at - clock_timestamp() AS attempt_remaining
 ),
 attempt AS (
-    INSERT INTO fencepost.job_attempts (run_id, tenant_id, generation, number, worker, claimed_at)
-    SELECT l.run_id, l.tenant_id, l.lease_generation, l.attempts, $1, clock_timestamp() FROM leased AS l
+    INSERT INTO fencepost.job_attempts (run_id, tenant_id, generation, number, worker, claimed_at, traceparent)
+    SELECT l.run_id, l.tenant_id, l.lease_generation, l.attempts, $1, clock_timestamp(), r.traceparent
+    FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
 ),
 running AS (
     UPDATE fencepost.runs AS r SET state = 'running', version = r.version + 1, started_at = clock_timestamp()

@@ -147,6 +147,7 @@ CREATE TABLE fencepost.job_attempts (
         AND number > 0 AND generation > 0)
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 20000);
 COMMENT ON TABLE fencepost.job_attempts IS 'Every claimed execution, none overwritten by the next';
+COMMENT ON COLUMN fencepost.job_attempts.traceparent IS 'The trace that accepted the run, which a handler goes on with';
 
 -- key_hash is an HMAC over scope and key, fingerprint one over the request: neither can be guessed from a copy of the table.
 -- A tombstone (run_id null) says that the key was used, and nothing else.

@@ -47,6 +47,23 @@ async def test_a_workers_death_does_not_hold_its_key(database_url: str) -> None:
         await connection.close()
 
 
+async def test_each_attempt_tells_where_its_trace_is(database_url: str) -> None:
+    """J47: the trace of the acceptance, also for the attempt after a lost lease."""
+    connection = await asyncpg.connect(database_url)
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    command = Command(workflow="report", input={}, traceparent=trace)
+    try:
+        async with connection.transaction():
+            run_id = (await accept(connection, command, SCOPE, "k-2", secrets=SECRETS)).run_id
+        runs = Runs(connection)
+        await runs.claim_one()
+        await runs.expire_lease(run_id)
+        await runs.by("took over").claim_one()
+        assert await connection.fetchval("SELECT array_agg(traceparent) FROM fencepost.job_attempts") == [trace, trace]
+    finally:
+        await connection.close()
+
+
 @pytest.mark.parametrize(("package", "file"), [("consumer_sdk", "runs.sql"), ("consumer_sdk", "effects.sql")])
 def test_no_statement_of_a_worker_takes_a_time_or_the_transactions_own(package: str, file: str) -> None:
     """JOB-15: only the database's clock counts, and not the one that stands still in a transaction."""
