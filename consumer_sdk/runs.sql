@@ -94,20 +94,22 @@ leased AS (
     RETURNING j.run_id, j.tenant_id, j.lease_generation, j.attempts, j.max_attempts, j.available_at, j.retry_delay, j.checkpoint,
               j.attempt_deadline_at - clock_timestamp() AS attempt_remaining
 ),
+told AS MATERIALIZED (
+    SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at
+    FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
+),
 attempt AS (
     INSERT INTO fencepost.job_attempts (run_id, tenant_id, generation, number, worker, claimed_at, traceparent)
-    SELECT l.run_id, l.tenant_id, l.lease_generation, l.attempts, $1, clock_timestamp(), r.traceparent
-    FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
+    SELECT t.run_id, t.tenant_id, t.lease_generation, t.attempts, $1, clock_timestamp(), t.traceparent FROM told AS t
 ),
 running AS (
     UPDATE fencepost.runs AS r SET state = 'running', version = r.version + 1, started_at = clock_timestamp()
     FROM leased AS l WHERE r.run_id = l.run_id AND r.tenant_id = l.tenant_id AND r.state = 'queued'
 )
-SELECT l.run_id, l.tenant_id, l.lease_generation, l.attempts, l.max_attempts, l.retry_delay, l.checkpoint, l.attempt_remaining,
-       r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at, p.tenant_id AS round_ended_at
-FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
-LEFT JOIN places AS p ON p.workflow = r.workflow
-ORDER BY l.available_at, l.run_id;
+SELECT t.run_id, t.tenant_id, t.lease_generation, t.attempts, t.max_attempts, t.retry_delay, t.checkpoint, t.attempt_remaining,
+       t.workflow, t.workflow_version, t.input, t.root_run_id, t.iteration, t.traceparent, t.created_at, p.tenant_id AS round_ended_at
+FROM told AS t LEFT JOIN places AS p ON p.workflow = t.workflow
+ORDER BY t.available_at, t.run_id;
 
 -- name: renew
 -- Renew for $5 the leases of owner $1 on runs $2 of tenants $3 under generations $4, with checkpoints $6 (null: none new).
