@@ -57,7 +57,6 @@ class RunStore:
     """``worker_id`` is the owner that every write names; it holds a nonce, so that a restarted worker is another owner."""
 
     def __init__(self, statements: StatementPool, worker_id: str) -> None:
-        self._statements = statements
         self._fetch = statements.fetch
         self._worker_id = worker_id
         self.close = statements.close

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import asyncpg
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -23,6 +23,8 @@ from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
 
 __all__ = ["RunWriter"]
+
+_Answer = TypeVar("_Answer")
 
 _LEAST_PAUSE_SECONDS: Final = 0.05
 _MOST_PAUSE_SECONDS: Final = 1.0
@@ -215,22 +217,22 @@ class RunWriter:
         return LeaseLost(f"{statement}: the run is no longer held by this attempt; nothing was changed")
 
     async def _complete_all(self, completions: Sequence[Completion]) -> Sequence[bool]:
-        started = lease_clock()
-        done = await self._store.complete(completions)
-        self._metrics.statement("complete", lease_clock() - started)
+        done = await self._timed("complete", self._store.complete(completions))
         return [completion.key in done for completion in completions]
 
     async def _fail_all(self, failures: Sequence[FailedAttempt]) -> Sequence[Settled | None]:
-        started = lease_clock()
-        settled = await self._store.fail(failures)
-        self._metrics.statement("fail", lease_clock() - started)
+        settled = await self._timed("fail", self._store.fail(failures))
         return [settled.get(failure.key) for failure in failures]
 
     async def _release_all(self, releases: Sequence[Release]) -> Sequence[Settled | None]:
-        started = lease_clock()
-        settled = await self._store.release(releases)
-        self._metrics.statement("release", lease_clock() - started)
+        settled = await self._timed("release", self._store.release(releases))
         return [settled.get(release.key) for release in releases]
+
+    async def _timed(self, statement: str, answer: Awaitable[_Answer]) -> _Answer:
+        started = lease_clock()
+        answered = await answer
+        self._metrics.statement(statement, lease_clock() - started)
+        return answered
 
 
 @asynccontextmanager

@@ -1,18 +1,15 @@
 """The worker's settings, read from ``FENCEPOST_*`` in the environment. Relations between them are checked, not hoped for."""
 
-import os
 import socket
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fencepost.settings import ENVIRONMENT_PREFIX, DatabaseAddress, load, stripped
+from fencepost.settings import ENVIRONMENT_PREFIX, DatabaseAddress, load, mistyped, stripped
 
 __all__ = ["WorkerSettings", "load_worker_settings", "unknown_worker_variables"]
-
-_PREFIX: Final = f"{ENVIRONMENT_PREFIX}WORKER_"
 
 
 class WorkerSettings(BaseSettings):
@@ -98,10 +95,8 @@ class WorkerSettings(BaseSettings):
 
 
 def unknown_worker_variables() -> list[str]:
-    """Variables of the worker's prefix that no setting has: mistyped, perhaps. Not refused, since Kubernetes adds such names."""
-    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in WorkerSettings.model_fields}
-    foreign = (f"{_PREFIX}SERVICE_", f"{_PREFIX}PORT")
-    return sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known and not name.startswith(foreign))
+    """Variables of the worker's prefix that no setting has: mistyped, perhaps."""
+    return mistyped(WorkerSettings, prefix=f"{ENVIRONMENT_PREFIX}WORKER_")
 
 
 def load_worker_settings(overrides: Mapping[str, object] | None = None) -> WorkerSettings:

@@ -1,5 +1,6 @@
 """What the settings of every service share: where they come from, and how a wrong one is told. Values are never quoted."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, TypeVar
 
@@ -9,7 +10,7 @@ from pydantic_settings import BaseSettings
 from fencepost.addresses import check_bootstrap_servers, check_database_url
 from fencepost.errors import ConfigurationError
 
-__all__ = ["ENVIRONMENT_PREFIX", "Brokers", "DatabaseAddress", "load", "stripped"]
+__all__ = ["ENVIRONMENT_PREFIX", "Brokers", "DatabaseAddress", "load", "mistyped", "stripped"]
 
 ENVIRONMENT_PREFIX: Final = "FENCEPOST_"
 
@@ -48,6 +49,16 @@ def load(model: type[_Settings], overrides: Mapping[str, Any]) -> _Settings:
         return model(**overrides)
     except ValidationError as error:
         raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors())) from None
+
+
+def mistyped(model: type[BaseSettings], *, prefix: str, others: tuple[str, ...] = ()) -> list[str]:
+    """Variables that begin with ``prefix`` and are no setting of the model: mistyped, perhaps.
+
+    Not refused, since Kubernetes adds such names. ``others``: what may follow the prefix in variables that are not the model's.
+    """
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in model.model_fields}
+    foreign = tuple(prefix + rest for rest in ("SERVICE_", "PORT", *others))
+    return sorted(name for name in os.environ if name.startswith(prefix) and name not in known and not name.startswith(foreign))
 
 
 def _explain(detail: Mapping[str, Any]) -> str:

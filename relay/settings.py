@@ -1,6 +1,5 @@
 """The relay's settings, read from ``FENCEPOST_*`` in the environment. Relations between them are checked, not hoped for."""
 
-import os
 import socket
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -8,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fencepost.settings import ENVIRONMENT_PREFIX, Brokers, DatabaseAddress, load, stripped
+from fencepost.settings import ENVIRONMENT_PREFIX, Brokers, DatabaseAddress, load, mistyped, stripped
 
 __all__ = ["ENVIRONMENT_PREFIX", "RelaySettings", "load_settings", "unknown_variables"]
 
@@ -129,16 +128,5 @@ def load_settings(overrides: Mapping[str, object] | None = None) -> RelaySetting
 
 
 def unknown_variables() -> list[str]:
-    """Variables with our prefix that no setting of any part has: mistyped, perhaps.
-
-    Not refused, since Kubernetes adds such names.
-    """
-    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in RelaySettings.model_fields}
-    foreign = ("TEST_", "SERVICE_", "PORT", "WORKER_", "IDEMPOTENCY_", "LEDGER_")
-    return sorted(
-        name
-        for name in os.environ
-        if name.startswith(ENVIRONMENT_PREFIX)
-        and name not in known
-        and not name.removeprefix(ENVIRONMENT_PREFIX).startswith(foreign)
-    )
+    """Variables with our prefix that no setting of any part has: mistyped, perhaps."""
+    return mistyped(RelaySettings, prefix=ENVIRONMENT_PREFIX, others=("TEST_", "WORKER_", "IDEMPOTENCY_", "LEDGER_"))
