@@ -5,29 +5,43 @@ supervises, ``RunContext`` is what a handler sees of its run. ``Retryable``, ``T
 says what its failure means; ``Retry`` is how long to wait. ``RunContext.once`` makes an outside effect happen once: ``Effect``
 is what the call sees, ``CallLimits`` bound it, ``Applied`` and ``Absent`` are what a reconciler answers.
 
-``Worker`` and its settings need ``fencepost[consumer]``; they are imported when they are first asked for.
+``MessageHandlers`` names what handles which type of message, ``Consumer`` fetches them and keeps count, ``MessageContext`` is what
+a handler sees beside the ``Message``; ``RetryLater`` puts one off. ``cloud_events``, ``debezium_outbox`` and ``plain_records`` are
+how records are read.
+
+``Worker``, ``Consumer`` and their settings need ``fencepost[consumer]``; they are imported when they are first asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.classification import Ambiguous, Retryable, Terminal
+from consumer_sdk.adapters import Adapter, cloud_events, debezium_outbox, plain_records
+from consumer_sdk.classification import Ambiguous, Retryable, RetryLater, Terminal
+from consumer_sdk.codec import PayloadCodec
 from consumer_sdk.context import RunContext
 from consumer_sdk.effects import Absent, Applied, CallLimits, Effect
 from consumer_sdk.handlers import Handlers
 from consumer_sdk.message import Message, NotAMessage, Record
+from consumer_sdk.message_context import MessageContext
+from consumer_sdk.message_handlers import MessageHandlers
 from consumer_sdk.retry import Retry
-from fencepost.errors import EffectFailed, EffectMismatch, EffectUnknown, LeaseLost
+from fencepost.errors import AlreadyHandled, EffectFailed, EffectMismatch, EffectUnknown, LeaseLost
 
 if TYPE_CHECKING:
+    from consumer_sdk.consumer import Consumer
+    from consumer_sdk.consumer_settings import ConsumerSettings, load_consumer_settings
     from consumer_sdk.worker import Worker
     from consumer_sdk.worker_settings import WorkerSettings, load_worker_settings
 
 __all__ = [
     "Absent",
+    "Adapter",
+    "AlreadyHandled",
     "Ambiguous",
     "Applied",
     "CallLimits",
+    "Consumer",
+    "ConsumerSettings",
     "Effect",
     "EffectFailed",
     "EffectMismatch",
@@ -35,19 +49,30 @@ __all__ = [
     "Handlers",
     "LeaseLost",
     "Message",
+    "MessageContext",
+    "MessageHandlers",
     "NotAMessage",
+    "PayloadCodec",
     "Record",
     "Retry",
+    "RetryLater",
     "Retryable",
     "RunContext",
     "Terminal",
     "Worker",
     "WorkerSettings",
+    "cloud_events",
+    "debezium_outbox",
+    "load_consumer_settings",
     "load_worker_settings",
+    "plain_records",
 ]
 
 
 _LATE = {
+    "Consumer": "consumer_sdk.consumer",
+    "ConsumerSettings": "consumer_sdk.consumer_settings",
+    "load_consumer_settings": "consumer_sdk.consumer_settings",
     "Worker": "consumer_sdk.worker",
     "WorkerSettings": "consumer_sdk.worker_settings",
     "load_worker_settings": "consumer_sdk.worker_settings",

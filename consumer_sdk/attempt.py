@@ -30,7 +30,11 @@ class HandlerExited(Exception):
 
 
 class Attempt:
-    """One claimed job at work. ``run`` ends with the attempt, and raises only what must end the worker."""
+    """One claimed job at work. ``run`` ends with the attempt, and raises only what must end the worker.
+
+    Then ``outcome`` is what was written: completed, retried (after ``retry_seconds``), dead, cancelled, released, or lost; and
+    ``failure`` is what it failed of.
+    """
 
     def __init__(self, state: AttemptState, *, handler: Handler, writer: RunWriter, metrics: WorkerMetrics) -> None:
         self.state = state
@@ -40,6 +44,9 @@ class Attempt:
         self._handling: asyncio.Task[object] | None = None
         self.reason: StopReason | None = None
         self.stopped_at = 0.0
+        self.outcome: str | None = None
+        self.failure: Failure | None = None
+        self.retry_seconds: float | None = None
 
     def stop(self, reason: StopReason) -> None:
         """Stop the handler. The first reason stands, but for a lost lease, which takes everything."""
@@ -73,6 +80,7 @@ class Attempt:
             await self._learn_why()
         action, failure = decide(state, ended, self.reason, retry=self._handler.retry, random=random.random)
         if failure is not None:
+            self.failure = failure
             self._note(failure, ended)
         await self._write(action)
 
@@ -136,6 +144,7 @@ class Attempt:
             settled = await self._writer.release(action, trusted_until=trusted_until)
             self._ended("cancelled" if settled.state == "cancelled" else "released")
         else:
+            self.retry_seconds = action.delay_seconds
             settled = await self._writer.fail(action, trusted_until=trusted_until)
             self._ended({"queued": "retried"}.get(settled.state, settled.state))
             if settled.state == "dead":
@@ -183,4 +192,5 @@ class Attempt:
         _log.warning("lease_lost", run_id=str(claim.key.run_id), workflow=claim.workflow, generation=claim.key.generation)
 
     def _ended(self, outcome: str) -> None:
+        self.outcome = outcome
         self._metrics.attempt_ended(self.state.claim.workflow, outcome, lease_clock() - self.state.claimed_at)

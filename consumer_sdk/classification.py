@@ -11,6 +11,7 @@ One thing no error tells: a connection lost during COMMIT looks like any lost co
 ``Ambiguous``.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,12 +34,13 @@ from fencepost.errors import (
     TransientError,
 )
 
-__all__ = ["Ambiguous", "Failure", "Kind", "Retryable", "Terminal", "classify", "proven"]
+__all__ = ["Ambiguous", "Failure", "Kind", "RetryLater", "Retryable", "Terminal", "classify", "proven"]
 
 Kind = Literal["retryable", "terminal", "ambiguous"]
 
 _MAX_CLASS_LENGTH: Final = 200
 _MAX_RETRY_AFTER_LENGTH: Final = 100
+_MOST_LATER_SECONDS: Final = 86_400
 _MAX_CAUSES: Final = 10
 _MAX_MEMBERS: Final = 100
 _CODE: Final = re.compile(r"[a-z0-9_]{1,64}")
@@ -75,6 +77,16 @@ class Retryable(_Stated):
     """Nothing happened; another attempt may succeed. ``retry_after``: whole seconds, or a Retry-After header as it came."""
 
     kind = "retryable"
+
+
+class RetryLater(Retryable):
+    """Not now, through no fault of the work: a message waits ``seconds`` without spending an attempt, up to its handler's patience;
+    a run's attempt is tried again after that time."""
+
+    def __init__(self, code: str, *, seconds: float) -> None:
+        if not 0 <= seconds <= _MOST_LATER_SECONDS:
+            raise InvalidInput("seconds", f"must be a number from 0 to {_MOST_LATER_SECONDS}", "say when to try again")
+        super().__init__(code, retry_after=math.ceil(seconds))
 
 
 class Terminal(_Stated):

@@ -1,7 +1,8 @@
-"""The consumer's commands: ``worker run``, ``runs …``, ``effects …`` and ``diagnose …``."""
+"""The consumer's commands: ``consumer run``, ``worker run``, ``runs …``, ``effects …`` and ``diagnose …``."""
 
 import typer
 
+from consumer_sdk.consumer_command import consumer
 from consumer_sdk.diagnose_command import diagnose
 from consumer_sdk.effects_command import effects
 from consumer_sdk.runs_command import runs
@@ -12,6 +13,7 @@ __all__ = ["register"]
 
 def register(root: typer.Typer) -> None:
     """Add the consumer's commands to the root."""
+    root.add_typer(consumer, name="consumer")
     root.add_typer(worker, name="worker")
     root.add_typer(runs, name="runs")
     root.add_typer(effects, name="effects")

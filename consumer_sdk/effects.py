@@ -17,6 +17,8 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_BYTES: Final = 256
+# A message's step holds the names of its consumer and handler, and what the producer says of its own.
+_MOST_STEP_BYTES: Final = 1_000
 _MOST_OCCURRENCE: Final = 2**31 - 1
 _TEXT: Final = re.compile("[^\0\ud800-\udfff]+")
 _KEY_CHARACTERS: Final = 40
@@ -38,8 +40,9 @@ class EffectKey(NamedTuple):
         """Itself. Raises ``InvalidInput`` for a part that the table cannot hold."""
         for name in ("run_key", "step", "operation"):
             text = getattr(self, name)
-            if not isinstance(text, str) or not _TEXT.fullmatch(text) or len(text.encode()) > _MOST_BYTES:
-                raise InvalidInput(name, f"must be text of 1 to {_MOST_BYTES} bytes without U+0000", "use a short, stable name")
+            most = _MOST_STEP_BYTES if name == "step" else _MOST_BYTES
+            if not isinstance(text, str) or not _TEXT.fullmatch(text) or len(text.encode()) > most:
+                raise InvalidInput(name, f"must be text of 1 to {most} bytes without U+0000", "use a short, stable name")
         if type(self.occurrence) is not int or not 0 <= self.occurrence <= _MOST_OCCURRENCE:
             raise InvalidInput("occurrence", "must be an integer from 0", "count how often the step has run before")
         return self

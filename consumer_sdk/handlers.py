@@ -13,7 +13,7 @@ from consumer_sdk.effects import Reconciler
 from consumer_sdk.retry import Retry
 from fencepost.errors import ConfigurationError
 
-__all__ = ["Handler", "HandlerFunction", "Handlers", "InputModel"]
+__all__ = ["Handler", "HandlerFunction", "Handlers", "InputModel", "check_function", "check_seconds"]
 
 _WORKFLOW: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 _MOST_SECONDS: Final = 366 * 86_400.0
@@ -73,7 +73,7 @@ class Handlers:
             raise ConfigurationError(f"operation {operation}: has a reconciler already; register each operation once")
 
         def register(function: _Reconciler) -> _Reconciler:
-            _check_function(f"operation {operation}: the reconciler", function, "the effect", 1)
+            check_function(f"operation {operation}: the reconciler", function, "the effect", 1)
             self._reconcilers[operation] = function
             return function
 
@@ -108,10 +108,10 @@ class Handlers:
         if not isinstance(retry, Retry | None):
             raise ConfigurationError(f"workflow {workflow}: retry must be a consumer_sdk.Retry, or None for the default")
         for name, seconds in (("attempt_seconds", attempt_seconds), ("progress_seconds", progress_seconds)):
-            _check_seconds(f"workflow {workflow}: {name}", seconds)
+            check_seconds(f"workflow {workflow}: {name}", seconds)
 
         def register(function: _Function) -> _Function:
-            _check_function(f"workflow {workflow}: the handler", function, "context and input", 2)
+            check_function(f"workflow {workflow}: the handler", function, "context and input", 2)
             self._handlers[workflow] = Handler(
                 workflow=workflow,
                 function=function,
@@ -125,7 +125,7 @@ class Handlers:
         return register
 
 
-def _check_function(what: str, function: object, takes: str, arguments: int) -> None:
+def check_function(what: str, function: object, takes: str, arguments: int) -> None:
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(f"{what} must be an `async def` function")
     try:
@@ -134,7 +134,7 @@ def _check_function(what: str, function: object, takes: str, arguments: int) -> 
         raise ConfigurationError(f"{what} must take {takes}, and nothing else without a default") from None
 
 
-def _check_seconds(name: str, seconds: float | None) -> None:
+def check_seconds(name: str, seconds: float | None) -> None:
     if seconds is None:
         return
     if not math.isfinite(seconds) or not 0.001 <= seconds <= _MOST_SECONDS:

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Final
 
 from consumer_sdk.classification import classify, proven
+from consumer_sdk.codec import PLAIN, PayloadCodec
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import (
     Absent,
@@ -80,9 +81,17 @@ class Ledger:
     """``secrets`` bind an effect to its request: fingerprints are HMACs, as those of idempotency keys are. ``count`` is told how
     each request for an effect ends."""
 
-    def __init__(self, store: EffectStore, secrets: Secrets, *, count: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        store: EffectStore,
+        secrets: Secrets,
+        *,
+        codec: PayloadCodec = PLAIN,
+        count: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._store = store
         self._secrets = secrets
+        self._codec = codec
         self._count = count
 
     async def once(
@@ -143,7 +152,7 @@ class Ledger:
         self._count("replayed")
         if known.state in {"failed", "disputed"}:
             raise EffectFailed(known.error_code or known.state)
-        return None if known.result is None else json.loads(known.result)
+        return None if known.result is None else json.loads(self._codec.decode(known.result))
 
     async def _come_back(self, wanted: _Wanted, known: Known, patience: _Patience) -> None:
         """Return when it makes sense to look again; otherwise raise ``EffectUnknown``."""
@@ -182,7 +191,7 @@ class Ledger:
             payload = encoded("result", applied.result, most=MAX_OUTPUT_BYTES)
         except InvalidInput as error:
             refused = error
-        await self._finish(wanted, Answer(taken.generation, "succeeded", payload, reference))
+        await self._finish(wanted, Answer(taken.generation, "succeeded", self._stored(payload), reference))
         self._count("succeeded")
         if refused is not None:
             raise refused
@@ -249,11 +258,14 @@ class Ledger:
             wanted.fence,
             generation=generation,
             state="applied" if applied else "absent",
-            result=encoded("result", applied.result, most=MAX_OUTPUT_BYTES) if applied else None,
+            result=self._stored(encoded("result", applied.result, most=MAX_OUTPUT_BYTES)) if applied else None,
             reference=_reference(applied) if applied else None,
             asked_at=asked_at,
             limits=wanted.limits,
         )
+
+    def _stored(self, payload: bytes | None) -> bytes | None:
+        return None if payload is None else self._codec.encode(payload)
 
     def _fingerprint(self, version: int, wanted: _Wanted) -> bytes:
         return self._secrets.digest(version, joined(_DOMAIN, wanted.key.operation.encode(), wanted.canonical))

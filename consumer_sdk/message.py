@@ -1,10 +1,15 @@
-"""A message as a handler sees it, read from a Kafka record in the wire format of ``fencepost.wire``."""
+"""A message as a handler sees it, read from a Kafka record in the wire format of ``fencepost.wire``.
+
+Other forms of a record become messages through ``consumer_sdk.adapters``, which read their attributes into the same
+``Message`` by ``read_message``. Header names are case sensitive, as Kafka has them: ``CE_ID`` is no ``ce_id``.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fencepost.errors import PermanentError
 from fencepost.wire import (
@@ -20,8 +25,10 @@ from fencepost.wire import (
     CE_TIME,
     CE_TYPE,
     CONTENT_TYPE,
+    MAX_ATTRIBUTE_BYTES,
     RESERVED_HEADER_PREFIXES,
     RESERVED_HEADERS,
+    SCHEMA_VERSION,
     SPEC_VERSION,
     TRACEPARENT,
     TRACESTATE,
@@ -30,12 +37,18 @@ from fencepost.wire import (
 __all__ = ["Message", "NotAMessage", "Record"]
 
 Value = TypeVar("Value")
+Other = TypeVar("Other")
+
+CE_PREFIX: Final = "ce_"
 
 _REQUIRED: Final = (CE_SPEC_VERSION, CE_ID, CE_SOURCE, CE_TYPE)
+_ONCE: Final = (CONTENT_TYPE, SCHEMA_VERSION)
+_MAX_NUMBER: Final = 2**63 - 1
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class NotAMessage(PermanentError):
-    """The record is no CloudEvent in binary mode, or the payload is not what was asked for; the message says why.
+    """The record has not the form that its topic's adapter reads, or the payload is not what was asked for; it says why.
 
     It names topic, partition and offset, and quotes neither key nor payload.
     """
@@ -61,12 +74,13 @@ class Record(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """One message. ``repr`` leaves out key, payload and headers.
+class Message(Generic[Value]):
+    """One message. ``repr`` leaves out key, payload, value and headers.
 
-    ``event_id`` stays the same when a message is repeated: handle each id once. ``sequence`` rises along a key, with
+    ``event_id`` stays the same when a message is repeated: handle each id once. It is empty where a foreign producer gave none:
+    then coordinates are all there is. ``schema_version`` is that of the type's payload. ``sequence`` rises along a key, with
     gaps. ``time`` is when the row was written, with its zone. ``headers`` are the application's own, in order. A
-    ``payload`` of None is a tombstone.
+    ``payload`` of None is a tombstone. ``value`` is what a consumer's handler gets: the payload as the handler's model.
     """
 
     topic: str
@@ -74,6 +88,7 @@ class Message:
     offset: int
     event_id: str
     type: str
+    schema_version: int
     source: str
     time: datetime
     sequence: int | None
@@ -88,92 +103,166 @@ class Message:
     key: bytes | None = field(repr=False)
     payload: bytes | None = field(repr=False)
     headers: tuple[tuple[str, bytes], ...] = field(repr=False)
+    value: Value = field(repr=False)
 
     @classmethod
-    def from_record(cls, record: Record) -> "Message":
-        """Read a record. Raises ``NotAMessage`` when a required attribute is missing or one cannot be read.
+    def from_record(cls, record: Record) -> "Message[None]":
+        """Read a CloudEvent in binary mode. Raises ``NotAMessage`` when a required attribute is missing or one is unreadable.
 
         A record without ``ce_time`` takes the record's timestamp, which is the same instant on Fencepost's topics.
         A header whose value is null is left out; the outbox holds none.
         """
-        headers = [(name, value) for name, value in record.headers if value is not None]
-        attributes = _Attributes(record, dict(headers))
-        attributes.require()
-        return cls(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            event_id=attributes.required(CE_ID),
-            type=attributes.required(CE_TYPE),
-            source=attributes.required(CE_SOURCE),
-            time=attributes.read(CE_TIME, _time) or datetime.fromtimestamp(record.timestamp / 1000, UTC),
-            sequence=attributes.read(CE_SEQUENCE, _whole_number),
-            tenant_id=attributes.read(CE_TENANT_ID, str),
-            run_id=attributes.read(CE_RUN_ID, str),
-            step=attributes.read(CE_STEP, str),
-            operation=attributes.read(CE_OPERATION, str),
-            fencing_token=attributes.read(CE_FENCING_TOKEN, _whole_number),
-            content_type=attributes.read(CONTENT_TYPE, str),
-            traceparent=attributes.read(TRACEPARENT, str),
-            tracestate=attributes.read(TRACESTATE, str),
-            key=record.key,
-            payload=record.value,
-            headers=tuple((name, value) for name, value in headers if not _is_reserved(name)),
-        )
+        values = header_values(record)
+        require(record, values, mode="binary")
+        return read_message(record, values, payload=record.value)
+
+    def with_value(self, value: Other) -> "Message[Other]":
+        """The same message with its payload's value."""
+        return Message(**{name: getattr(self, name) for name in _CARRIED}, value=value)
 
     def json(self) -> Any:
         """Return the payload read as JSON; raises ``NotAMessage`` when there is none or it is not JSON."""
         if self.payload is None:
-            raise NotAMessage(f"{_place(self)}: no payload to read as JSON; the message is a tombstone")
+            raise NotAMessage(f"{place(self)}: no payload to read as JSON; the message is a tombstone")
         try:
             return json.loads(self.payload)
         except (ValueError, RecursionError):
             # Without its cause: that error carries the whole payload.
-            raise NotAMessage(f"{_place(self)}: the payload is not JSON") from None
+            raise NotAMessage(f"{place(self)}: the payload is not JSON") from None
+
+
+_CARRIED: Final = tuple(one.name for one in fields(Message) if one.name != "value")
+
+
+def header_values(record: Record, *, identifying: Collection[str] = ()) -> dict[str, bytes]:
+    """The record's headers by name, those without value left out; of a repeated one, the last.
+
+    Raises ``NotAMessage`` for an attribute, or one of ``identifying``, that is given two values: readers would differ about
+    what the message is. Trace context is no part of that, and whoever passes a record on may add its own.
+    """
+    values: dict[str, bytes] = {}
+    for name, value in _given(record):
+        if values.get(name, value) != value and (name.startswith(CE_PREFIX) or name in _ONCE or name in identifying):
+            raise NotAMessage(f"{place(record)}: the header {name} is given twice, with different values")
+        values[name] = value
+    return values
+
+
+def require(record: Record, values: Mapping[str, bytes], *, mode: str) -> None:
+    """Raise ``NotAMessage`` unless the attributes say that this is a CloudEvent of our version, and name it."""
+    missing = [name for name in _REQUIRED if not values.get(name)]
+    if missing:
+        raise NotAMessage(f"{place(record)}: not a CloudEvent in {mode} mode, without {', '.join(missing)}")
+    if values[CE_SPEC_VERSION] != SPEC_VERSION.encode():
+        raise NotAMessage(f"{place(record)}: {CE_SPEC_VERSION} is not {SPEC_VERSION}")
+
+
+def read_message(record: Record, values: Mapping[str, bytes], *, payload: bytes | None) -> Message[None]:
+    """The message of a record whose attributes are these, by the names that they have as headers in binary mode.
+
+    Type and source are there; without an id, ``event_id`` is empty. Raises ``NotAMessage`` for one that cannot be read. An
+    unreadable trace context is left out: no message is worth less for it.
+    """
+    attributes = _Attributes(record, values)
+    return Message(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        event_id=attributes.read(CE_ID, _name) or "",
+        type=attributes.required(CE_TYPE, _name),
+        schema_version=attributes.read(SCHEMA_VERSION, _schema_version) or 1,
+        source=attributes.required(CE_SOURCE, _text),
+        time=attributes.read(CE_TIME, _time) or _recorded(record),
+        sequence=attributes.read(CE_SEQUENCE, _whole_number),
+        tenant_id=attributes.read(CE_TENANT_ID, _name),
+        run_id=attributes.read(CE_RUN_ID, _name),
+        step=attributes.read(CE_STEP, _name),
+        operation=attributes.read(CE_OPERATION, _name),
+        fencing_token=attributes.read(CE_FENCING_TOKEN, _whole_number),
+        content_type=attributes.read(CONTENT_TYPE, _text),
+        traceparent=attributes.first_readable(TRACEPARENT, CE_PREFIX + TRACEPARENT),
+        tracestate=attributes.first_readable(TRACESTATE, CE_PREFIX + TRACESTATE),
+        key=record.key,
+        payload=payload,
+        headers=tuple((name, value) for name, value in _given(record) if not _is_reserved(name)),
+        value=None,
+    )
 
 
 @dataclass(frozen=True)
 class _Attributes:
-    """A record's headers by name; of a repeated one, the last."""
+    """A record's attributes by their names as headers."""
 
     record: Record
     values: Mapping[str, bytes]
 
-    def require(self) -> None:
-        """Raise unless the record says that it is a CloudEvent of our version, and names itself."""
-        missing = [name for name in _REQUIRED if not self.values.get(name)]
-        if missing:
-            raise NotAMessage(f"{_place(self.record)}: not a CloudEvent in binary mode, without {', '.join(missing)}")
-        if self.required(CE_SPEC_VERSION) != SPEC_VERSION:
-            raise NotAMessage(f"{_place(self.record)}: {CE_SPEC_VERSION} is not {SPEC_VERSION}")
-
-    def required(self, name: str) -> str:
-        """The text of an attribute that ``require`` found."""
-        return self._parsed(name, self.values[name], str)
+    def required(self, name: str, parse: Callable[[str], Value]) -> Value:
+        """The attribute, which is there."""
+        try:
+            return parse(self.values[name].decode())
+        except (ValueError, OverflowError):
+            # Without its cause: that error carries the value.
+            raise NotAMessage(f"{place(self.record)}: the attribute {name} cannot be read") from None
 
     def read(self, name: str, parse: Callable[[str], Value]) -> Value | None:
         """The attribute, or None when the record has none."""
-        value = self.values.get(name)
-        return None if value is None else self._parsed(name, value, parse)
+        return self.required(name, parse) if name in self.values else None
 
-    def _parsed(self, name: str, value: bytes, parse: Callable[[str], Value]) -> Value:
-        try:
-            return parse(value.decode())
-        except ValueError as error:
-            raise NotAMessage(f"{_place(self.record)}: the header {name} cannot be read") from error
+    def first_readable(self, *names: str) -> str | None:
+        """The first of these that there is and that is text."""
+        for name in names:
+            with suppress(KeyError, ValueError):
+                return _text(self.values[name].decode())
+        return None
+
+
+def _text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("no column of the ledger holds a NUL")
+    return text
+
+
+def _name(text: str) -> str:
+    # Parts of identities, which are columns and keys: the limits of the outbox.
+    if not 1 <= len(text.encode()) <= MAX_ATTRIBUTE_BYTES:
+        raise ValueError(f"a name has 1 to {MAX_ATTRIBUTE_BYTES} bytes")
+    return _text(text)
 
 
 def _time(text: str) -> datetime:
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         raise ValueError("a time needs its zone")
+    # Readers compare times in UTC, which the first and the last day of the calendar may not have.
+    moment.astimezone(UTC)
     return moment
+
+
+def _recorded(record: Record) -> datetime:
+    try:
+        return _EPOCH + timedelta(milliseconds=record.timestamp)
+    except OverflowError:
+        raise NotAMessage(f"{place(record)}: the record's timestamp is beyond the calendar") from None
 
 
 def _whole_number(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("a whole number has digits only")
-    return int(text)
+    number = int(text)
+    if number > _MAX_NUMBER:
+        raise ValueError("a whole number has 63 bits")
+    return number
+
+
+def _schema_version(text: str) -> int:
+    number = _whole_number(text)
+    if not 1 <= number < 2**31:
+        raise ValueError("a version counts from 1")
+    return number
+
+
+def _given(record: Record) -> Iterable[tuple[str, bytes]]:
+    return ((name, value) for name, value in record.headers if value is not None)
 
 
 def _is_reserved(name: str) -> bool:
@@ -181,5 +270,6 @@ def _is_reserved(name: str) -> bool:
     return lowered in RESERVED_HEADERS or lowered.startswith(RESERVED_HEADER_PREFIXES)
 
 
-def _place(record: "Record | Message") -> str:
+def place(record: "Record | Message[Any]") -> str:
+    """Where a record is, as errors name it."""
     return f"{record.topic}/{record.partition}@{record.offset}"

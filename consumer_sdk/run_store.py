@@ -15,7 +15,7 @@ from fencepost.database import StatementPool
 from fencepost.errors import InvariantViolated
 from fencepost.statements import load_statements
 
-__all__ = ["ROLE", "QueueDepth", "RunStore", "Served", "complete_within", "guard_within"]
+__all__ = ["PLANNER", "ROLE", "Claimable", "QueueDepth", "RunStore", "Served", "complete_within", "guard_within"]
 
 #: What to grant to the worker's database user.
 ROLE: Final = "fencepost_consumer"
@@ -26,7 +26,7 @@ _POOL_SIZE: Final = 5
 # With statistics of an empty table the planner would scan it, and go on doing so while it fills; and a limit that it does not
 # know makes it hash what it should probe. No statement here is better off with either.
 # Nor does any gain from knowing its arrays, and planning costs more than the statement.
-_PLANNER: Final = {
+PLANNER: Final = {
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
@@ -53,6 +53,16 @@ class QueueDepth:
     oldest_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimable:
+    """How a job stands. ``wait_seconds``: until its lease runs out, or its time comes."""
+
+    state: str
+    workflow: str
+    cancel_requested: bool
+    wait_seconds: float
+
+
 class RunStore:
     """``worker_id`` is the owner that every write names; it holds a nonce, so that a restarted worker is another owner."""
 
@@ -64,7 +74,7 @@ class RunStore:
     @classmethod
     async def open(cls, database_url: str, *, worker_id: str, timeout_seconds: float, pooler: bool = False) -> "RunStore":
         """``pooler``: a transaction pooler stands between, which takes no settings of the session."""
-        settings = {"application_name": "fencepost-worker"} | ({} if pooler else _PLANNER)
+        settings = {"application_name": "fencepost-worker"} | ({} if pooler else PLANNER)
         statements = await StatementPool.open(
             database_url, _SQL, role=ROLE, size=_POOL_SIZE, timeout_seconds=timeout_seconds, server_settings=settings
         )
@@ -82,6 +92,19 @@ class RunStore:
             [one.last_tenant for one in served],
         )
         return [_claim(row) for row in rows]
+
+    async def claim_run(
+        self, workflow: str, run_id: UUID, tenant_id: str, *, attempt_seconds: float, lease_seconds: float
+    ) -> Claim | None:
+        """Lease the job of one run, or of the replay that took its place; None if it is not to be had: ``claimable`` says why."""
+        limit, lease = timedelta(seconds=attempt_seconds), timedelta(seconds=lease_seconds)
+        rows = await self._fetch("claim_run", self._worker_id, lease, workflow, run_id, tenant_id, limit)
+        return _claim(rows[0]) if rows else None
+
+    async def claimable(self, run_id: UUID, tenant_id: str) -> Claimable | None:
+        """How a job stands that was not to be had; None if there is no such run."""
+        rows = await self._fetch("read_claimable", run_id, tenant_id)
+        return Claimable(**dict(rows[0])) if rows else None
 
     async def renew(self, checkpoints: Mapping[JobKey, bytes | None], *, lease_seconds: float) -> Mapping[JobKey, bool]:
         """Renew leases and keep checkpoints. The keys still held, and whether their cancellation was requested."""

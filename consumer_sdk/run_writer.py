@@ -1,21 +1,21 @@
 """Writes what attempts end in: batched, tried again while the lease may be trusted, and told apart when nothing was changed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Final, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Final, TypeVar
 
 import asyncpg
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from consumer_sdk.batching import Batcher
-from consumer_sdk.classification import Ambiguous
 from consumer_sdk.context import AttemptState
 from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Settled, Standing
 from consumer_sdk.ledger import Ledger
 from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
+from consumer_sdk.transactions import Transactions
 from consumer_sdk.worker_metrics import WorkerMetrics
 from fencepost.clock import lease_clock
 from fencepost.database import StatementPool, translated
@@ -29,7 +29,6 @@ _Answer = TypeVar("_Answer")
 _LEAST_PAUSE_SECONDS: Final = 0.05
 _MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_TRANSACTIONS: Final = 20
-_SILENCE_SECONDS: Final = 5.0
 _COMPLETED: Final = Settled(state="completed", reason=None)
 
 
@@ -56,9 +55,9 @@ class RunWriter:
         self._secrets = secrets
         self._effects: StatementPool | None = None
         self._ledger: Ledger | None = None
-        self._transactions = min(concurrency, _MOST_TRANSACTIONS)
+        self._connections = min(concurrency, _MOST_TRANSACTIONS)
+        self._transactions = Transactions(database_url, role=ROLE, size=self._connections, limit_seconds=lease_seconds)
         self._metrics = metrics
-        self._pool: asyncpg.Pool[asyncpg.Record] | None = None
         self._opening = asyncio.Lock()
         self._completions = Batcher[Completion, bool](self._complete_all)
         self._failures = Batcher[FailedAttempt, Settled | None](self._fail_all)
@@ -118,17 +117,9 @@ class RunWriter:
         if held[state.claim.key]:
             state.renewed_at = 0.0  # to be cancelled: the next round of renewals asks, and stops the handler
 
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[asyncpg.Connection]:
-        """A connection with a transaction begun, from a pool for handlers only: theirs may wait for one another, not the leases."""
-        pool = await self._handlers_pool()
-        async with translated("transaction", role=ROLE):
-            connection = await pool.acquire(timeout=self._lease_seconds)
-        try:
-            async with _transaction_on(connection, limit_seconds=self._lease_seconds):
-                yield cast("asyncpg.Connection", connection)
-        finally:
-            await pool.release(connection, timeout=self._lease_seconds)
+    def transaction(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
+        """A connection with a transaction begun."""
+        return self._transactions.begin()
 
     async def once(self, claim: Claim, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
         """Make an outside effect of the run happen once."""
@@ -139,8 +130,7 @@ class RunWriter:
 
     async def close(self) -> None:
         """Close the handlers' connections."""
-        if self._pool is not None:
-            self._pool.terminate()
+        self._transactions.close()
         if self._effects is not None:
             await self._effects.close()
 
@@ -153,29 +143,12 @@ class RunWriter:
                     self._database_url,
                     EFFECT_STATEMENTS,
                     role=ROLE,
-                    size=self._transactions,
+                    size=self._connections,
                     timeout_seconds=self._lease_seconds,
                     server_settings={"application_name": "fencepost-ledger"},
                 )
                 self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets, count=self._metrics.effect)
         return self._ledger
-
-    async def _handlers_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
-        async with self._opening:
-            if self._pool is None:
-                self._pool = await self._open_pool()
-        return self._pool
-
-    async def _open_pool(self) -> "asyncpg.Pool[asyncpg.Record]":
-        async with translated("transaction", role=ROLE):
-            return await asyncpg.create_pool(
-                self._database_url,
-                min_size=0,
-                max_size=self._transactions,
-                timeout=self._lease_seconds,
-                command_timeout=self._lease_seconds + _SILENCE_SECONDS,  # a silent network must not hold a slot for ever
-                server_settings={"application_name": "fencepost-handler"},
-            )
 
     async def _settled(
         self, statement: str, key: JobKey, write: Callable[[], Awaitable[Settled | None]], trusted_until: float
@@ -233,37 +206,3 @@ class RunWriter:
         answered = await answer
         self._metrics.statement(statement, lease_clock() - started)
         return answered
-
-
-@asynccontextmanager
-async def _transaction_on(
-    connection: "asyncpg.pool.PoolConnectionProxy[asyncpg.Record]", *, limit_seconds: float
-) -> AsyncIterator[None]:
-    """A transaction that is never waited for in vain: one that was cut short is undone by the server when its connection ends.
-
-    What fails before COMMIT is undone. Of a COMMIT without an answer nobody knows: ``Ambiguous``. Left open by a handler that
-    hangs it must not outlive the lease: it would hold locks and the horizon. The limits are the transaction's, so a pooler
-    may stand between.
-    """
-    transaction = connection.transaction()
-    limit = int(limit_seconds * 1000)
-    await transaction.start()
-    try:
-        await connection.execute(
-            f"SET LOCAL statement_timeout = {limit}; SET LOCAL idle_in_transaction_session_timeout = {limit}"  # numbers of our own
-        )
-        yield
-    except TimeoutError as error:
-        connection.terminate()
-        raise TransientError("transaction: the database did not answer in time; nothing was committed") from error
-    except asyncio.CancelledError:
-        connection.terminate()
-        raise
-    except BaseException:
-        await transaction.rollback()
-        raise
-    try:
-        await transaction.commit()
-    except (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
-        connection.terminate()
-        raise Ambiguous("commit_unknown") from error

@@ -111,6 +111,66 @@ SELECT t.run_id, t.tenant_id, t.lease_generation, t.attempts, t.max_attempts, t.
 FROM told AS t LEFT JOIN places AS p ON p.workflow = t.workflow
 ORDER BY t.available_at, t.run_id;
 
+-- name: claim_run
+-- Lease one job to owner $1 for $2, because a message says that its run is to go on: workflow $3, run $4, tenant $5; $6: the longest
+-- that the attempt may take, or null. Where the run failed and was replayed, the replay is what the message now belongs to.
+-- No row: `read_claimable` says why.
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS at),
+meant AS MATERIALIZED (
+    SELECT coalesce((
+        SELECT n.run_id FROM fencepost.runs AS r JOIN fencepost.runs AS n
+            ON n.root_run_id = r.root_run_id AND n.root_run_id <> n.run_id AND n.tenant_id = r.tenant_id
+        WHERE r.run_id = $4 AND r.tenant_id = $5 AND r.state = 'failed' AND n.iteration = r.iteration AND n.finished_at IS NULL
+        ORDER BY n.run_id DESC LIMIT 1), $4::uuid) AS run_id
+),
+chosen AS MATERIALIZED (
+    SELECT j.run_id, j.tenant_id FROM fencepost.jobs AS j
+    WHERE j.run_id = (SELECT run_id FROM meant) AND j.tenant_id = $5 AND j.workflow = $3
+      AND (j.state = 'queued' AND j.available_at <= (SELECT at FROM clock)
+           OR j.state = 'leased' AND j.lease_expires_at <= (SELECT at FROM clock))
+      AND j.attempts < j.max_attempts AND j.cancel_requested_at IS NULL AND (j.deadline_at > (SELECT at FROM clock)) IS NOT FALSE
+    FOR UPDATE SKIP LOCKED
+),
+lost AS (
+    UPDATE fencepost.job_attempts AS a
+    SET finished_at = (SELECT at FROM clock), renewed_at = j.lease_renewed_at, outcome = 'lost', error_code = 'lease_expired', decision = 'retry'
+    FROM chosen AS c JOIN fencepost.jobs AS j ON j.run_id = c.run_id AND j.tenant_id = c.tenant_id
+    WHERE a.run_id = c.run_id AND a.tenant_id = c.tenant_id AND a.finished_at IS NULL
+),
+leased AS (
+    UPDATE fencepost.jobs AS j
+    SET state = 'leased', lease_owner = $1, lease_expires_at = clock_timestamp() + $2, lease_renewed_at = NULL,
+        lease_generation = j.lease_generation + 1, attempts = j.attempts + 1,
+        attempt_deadline_at = least(j.deadline_at, clock_timestamp() + $6::interval)
+    FROM chosen AS c
+    WHERE j.run_id = c.run_id AND j.tenant_id = c.tenant_id
+    RETURNING j.run_id, j.tenant_id, j.lease_generation, j.attempts, j.max_attempts, j.retry_delay, j.checkpoint,
+              j.attempt_deadline_at - clock_timestamp() AS attempt_remaining
+),
+told AS MATERIALIZED (
+    SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at
+    FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
+),
+attempt AS (
+    INSERT INTO fencepost.job_attempts (run_id, tenant_id, generation, number, worker, claimed_at, traceparent)
+    SELECT t.run_id, t.tenant_id, t.lease_generation, t.attempts, $1, clock_timestamp(), t.traceparent FROM told AS t
+),
+running AS (
+    UPDATE fencepost.runs AS r SET state = 'running', version = r.version + 1, started_at = clock_timestamp()
+    FROM leased AS l WHERE r.run_id = l.run_id AND r.tenant_id = l.tenant_id AND r.state = 'queued'
+)
+SELECT t.*, NULL::text AS round_ended_at FROM told AS t;
+
+-- name: read_claimable
+-- Why `claim_run` leased nothing for run $1 of tenant $2: the newest live run of its lineage, or itself.
+SELECT j.state, j.workflow, j.cancel_requested_at IS NOT NULL AS cancel_requested,
+       greatest(extract(epoch FROM coalesce(j.lease_expires_at, j.available_at) - clock_timestamp()), 0)::float8 AS wait_seconds
+FROM fencepost.runs AS r JOIN fencepost.jobs AS j ON j.run_id = r.run_id AND j.tenant_id = r.tenant_id
+WHERE r.run_id = $1 AND r.tenant_id = $2
+   OR r.tenant_id = $2 AND r.root_run_id <> r.run_id AND r.finished_at IS NULL AND (r.root_run_id, r.iteration) = (
+       SELECT m.root_run_id, m.iteration FROM fencepost.runs AS m WHERE m.run_id = $1 AND m.tenant_id = $2)
+ORDER BY r.finished_at IS NOT NULL, r.run_id DESC LIMIT 1;
+
 -- name: renew
 -- Renew for $5 the leases of owner $1 on runs $2 of tenants $3 under generations $4, with checkpoints $6 (null: none new).
 -- Not past the attempt's own deadline: a hang must not renew for ever.

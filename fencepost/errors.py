@@ -20,6 +20,7 @@
         - ``EffectUnknown``: it was sent and its answer is not known; reconcile it, nothing repeats until then.
         - ``EffectMismatch``: it was recorded for another request; the handler's code changed under a run.
         - ``EffectFailed``: the provider refused it for good; the answer is recorded and stands.
+    - ``AlreadyHandled``: nobody; another delivery of the message was faster, and this one did nothing.
     - ``TransactionRequired``: the producer's code; the event would not share the domain rows' fate.
     - ``TransientError``: nobody; wait and try again.
     - ``PermanentError``: this row; it cannot be published as it is.
@@ -30,6 +31,7 @@
 from typing import ClassVar
 
 __all__ = [
+    "AlreadyHandled",
     "ConfigurationError",
     "DuplicateEvent",
     "EffectError",
@@ -175,6 +177,10 @@ class EffectFailed(EffectError):
     def __init__(self, code: str) -> None:
         super().__init__(f"the provider refused the effect: {code}")
         self.code = code
+
+
+class AlreadyHandled(FencepostError):
+    """Another delivery of this message has been handled; this one's transaction does nothing. Let it pass: it is no failure."""
 
 
 class TransactionRequired(FencepostError):

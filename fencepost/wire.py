@@ -31,6 +31,7 @@ __all__ = [
     "MAX_TRACESTATE_BYTES",
     "RESERVED_HEADERS",
     "RESERVED_HEADER_PREFIXES",
+    "SCHEMA_VERSION",
     "SPEC_VERSION",
     "TRACEPARENT",
     "TRACESTATE",
@@ -46,6 +47,9 @@ CE_TIME: Final = "ce_time"
 CONTENT_TYPE: Final = "content-type"
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
+
+#: The version of the type's payload, in decimal; 1 where it is absent. A header of the application's, so producers set it as any.
+SCHEMA_VERSION: Final = "schema-version"
 
 # Extension attributes: lower-case letters and digits only (CloudEvents 1.0, "Naming conventions").
 CE_TENANT_ID: Final = "ce_tenantid"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from consumer_sdk.handlers import Handler, Handlers
 from consumer_sdk.retry import Retry
-from consumer_sdk.worker_command import load_handlers
+from consumer_sdk.loading import load_object
 from fencepost.errors import ConfigurationError
 
 
@@ -132,7 +132,7 @@ found = Handlers()
 
 
 def test_handlers_are_found_by_module_and_attribute() -> None:
-    assert load_handlers(f"{__name__}:found") is found
+    assert load_object(f"{__name__}:found", Handlers) is found
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_handlers_are_found_by_module_and_attribute() -> None:
 )
 def test_what_cannot_be_found_is_told_with_its_remedy(place: str, remedy: str) -> None:
     with pytest.raises(ConfigurationError, match=remedy):
-        load_handlers(place)
+        load_object(place, Handlers)
 
 
 async def _one(_context: Any) -> None:
@@ -201,5 +201,5 @@ def test_a_module_with_a_fault_is_told_by_its_place_and_not_its_message(
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigurationError, match=told) as raised:
-        load_handlers(f"{name}:handlers")
+        load_object(f"{name}:handlers", Handlers)
     assert "SECRET" not in str(raised.value)

@@ -40,7 +40,7 @@ class Record:
     timestamp: int = 1_772_368_200_500
 
 
-def read(without: str = "", **headers: Any) -> Message:
+def read(without: str = "", **headers: Any) -> Message[None]:
     given = REQUIRED | headers
     return Message.from_record(Record([(name, value) for name, value in given.items() if name != without]))
 
@@ -80,6 +80,7 @@ def test_every_attribute_is_read() -> None:
         offset=99,
         event_id="01a2",
         type="order.placed",
+        schema_version=1,
         source="shop",
         time=datetime(2026, 3, 1, 12, 30, 0, 123456, UTC),
         sequence=42,
@@ -94,6 +95,7 @@ def test_every_attribute_is_read() -> None:
         key=b"o-1",
         payload=b'{"a":[]}',
         headers=(("b", b"\xff"), ("a", b""), ("b", b"2")),
+        value=None,
     )
     assert message.json() == {"a": []}
 
@@ -133,12 +135,59 @@ def test_a_record_of_another_origin_is_refused_with_all_that_is_missing() -> Non
         ("ce_sequence", "\u0664".encode()),
         ("ce_sequence", b"9" * 5000),
         ("ce_fencingtoken", b"1.5"),
+        ("ce_fencingtoken", b"-1"),
+        ("ce_fencingtoken", b"%d" % 2**63),
+        ("ce_sequence", b"%d" % 2**63),
+        ("ce_time", b"0001-01-01T00:00:00+14:00"),
         ("ce_tenantid", b"\xff"),
+        ("ce_tenantid", b""),
+        ("ce_runid", b"r" * 257),
+        ("ce_id", b"i" * 257),
+        ("ce_id", b"a\0b"),
+        ("ce_source", b"a\0b"),
+        ("schema-version", b"0"),
+        ("schema-version", b"2.1"),
+        ("content-type", b"\xff"),
     ],
 )
 def test_an_attribute_that_cannot_be_read_is_refused_by_its_name(name: str, value: bytes) -> None:
-    with pytest.raises(NotAMessage, match=name):
+    with pytest.raises(NotAMessage, match=name) as caught:
         read("", **{name: value})
+    assert caught.value.__cause__ is None, "the cause would show the value"
+
+
+def test_the_largest_numbers_and_names_are_read() -> None:
+    headers: dict[str, Any] = {"ce_fencingtoken": b"%d" % (2**63 - 1), "ce_id": b"i" * 256, "schema-version": b"2"}
+    message = read(**headers)
+    assert (message.fencing_token, message.event_id, message.schema_version) == (2**63 - 1, "i" * 256, 2)
+
+
+@pytest.mark.parametrize("name", ["ce_id", "ce_subject", "content-type", "schema-version"])
+def test_an_attribute_with_two_values_is_refused_and_one_repeated_is_read(name: str) -> None:
+    given: list[tuple[str, bytes | None]] = [*(REQUIRED | {name: b"1"}).items()]
+    assert Message.from_record(Record([*given, (name, b"1"), (name, None)])).type == "order.placed"
+    with pytest.raises(NotAMessage, match=rf"{name} is given twice"):
+        Message.from_record(Record([*given, (name, b"2")]))
+
+
+def test_of_trace_context_the_last_header_counts_and_the_attribute_stands_in() -> None:
+    """Whoever passes a record on may add its own; the CloudEvents extension is what the producer wrote."""
+    both: list[tuple[str, bytes | None]] = [*REQUIRED.items(), ("ce_traceparent", b"event"), ("ce_tracestate", b"a=1")]
+    assert Message.from_record(Record(both)).traceparent == "event"
+    message = Message.from_record(Record([*both, ("traceparent", b"first"), ("traceparent", b"last"), ("tracestate", b"\xff")]))
+    assert (message.traceparent, message.tracestate) == ("last", "a=1")
+
+
+def test_names_of_headers_are_case_sensitive() -> None:
+    upper: list[tuple[str, bytes | None]] = [(name.upper(), value) for name, value in REQUIRED.items()]
+    with pytest.raises(NotAMessage, match="without ce_specversion, ce_id, ce_source, ce_type"):
+        Message.from_record(Record(upper))
+    assert Message.from_record(Record([*REQUIRED.items(), ("CE_ID", b"other")])).event_id == "01a2"
+
+
+def test_a_record_of_no_time_is_refused() -> None:
+    with pytest.raises(NotAMessage, match="timestamp"):
+        Message.from_record(Record(timestamp=2**62))
 
 
 def test_a_refusal_is_permanent() -> None:

@@ -1,0 +1,136 @@
+"""Handles many messages in one transaction: their rows in the ledger, what the handler writes, and one commit.
+
+A batch that fails is undone, and tried in halves: a message that cannot be handled is found in about log2(n) steps, costs only
+itself, and nobody else an attempt.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, cast
+
+from consumer_sdk.classification import Ambiguous
+from consumer_sdk.consumer_metrics import ConsumerMetrics
+from consumer_sdk.delivery import Again, Delivery, Done, Outcome
+from consumer_sdk.dispatch import LaneKey
+from consumer_sdk.handling import AttemptDeadline, HandlerExited, Handling
+from consumer_sdk.identity import Identity
+from consumer_sdk.message_handlers import BatchFunction, MessageHandler
+from consumer_sdk.message_writer import DeliveryState, MessageWriter
+from fencepost.clock import lease_clock
+from fencepost.errors import InvariantViolated, TransientError
+
+__all__ = ["BatchHandling"]
+
+_HANDLED: Final = Done("handled")
+_DUPLICATE: Final = Done("duplicate")
+_NOT_YET: Final = Again(0.0, spent=False)
+
+
+class BatchHandling:
+    """``handle`` returns an outcome a delivery, in order, each of them recorded."""
+
+    def __init__(self, *, writer: MessageWriter, handling: Handling, metrics: ConsumerMetrics) -> None:
+        self._writer = writer
+        self._handling = handling
+        self._metrics = metrics
+
+    async def handle(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> Sequence[Outcome]:
+        """Handle a batch. Of a key whose message is to be tried again, what follows is not tried."""
+        outcomes: dict[Delivery, Outcome] = {}
+        held_up: set[LaneKey] = set()
+        await self._handle(handler, deliveries, outcomes, held_up)
+        return [outcomes[delivery] for delivery in deliveries]
+
+    async def _handle(
+        self, handler: MessageHandler, deliveries: Sequence[Delivery], outcomes: dict[Delivery, Outcome], held_up: set[LaneKey]
+    ) -> None:
+        free = [one for one in deliveries if lane_of(one) not in held_up]
+        outcomes.update({one: _NOT_YET for one in deliveries if lane_of(one) in held_up})
+        if not free:
+            return
+        try:
+            outcomes.update(await self._committed(handler, free))
+        except InvariantViolated:
+            raise
+        except TransientError as error:
+            await self._put_off(free, error, outcomes)
+        except Exception as error:  # noqa: BLE001 - a boundary: whatever a handler or a driver raises is told by its class
+            if len(free) == 1:
+                outcomes[free[0]] = outcome = await self._handling.failed(free[0], error)
+                if isinstance(outcome, Again):
+                    held_up.add(lane_of(free[0]))
+                return
+            if not await self._writer.answers():
+                await self._put_off(free, TransientError("the database does not answer"), outcomes)
+                return
+            self._metrics.split()
+            half = len(free) // 2
+            await self._handle(handler, free[:half], outcomes, held_up)
+            await self._handle(handler, free[half:], outcomes, held_up)
+
+    async def _put_off(self, deliveries: Sequence[Delivery], error: TransientError, outcomes: dict[Delivery, Outcome]) -> None:
+        """Nobody's fault: all wait, and no attempt is spent. What may have been committed shows at the next try."""
+        for delivery in deliveries:
+            outcomes[delivery] = await self._handling.failed(delivery, error) if delivery is deliveries[0] else _NOT_YET
+        wait = outcomes[deliveries[0]]
+        outcomes.update(dict.fromkeys(deliveries, wait))
+
+    async def _committed(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> dict[Delivery, Outcome]:
+        """One transaction. Its first statement records the messages, so that of two consumers that hold one message, one waits."""
+        began = lease_clock()
+        try:
+            async with asyncio.timeout(handler.attempt_seconds) as limit:
+                new = await self._in_transaction(handler, deliveries)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise AttemptDeadline("the handler took longer than its attempt_seconds") from error
+        except TransientError as error:
+            if limit.expired():
+                raise AttemptDeadline("the handler took longer than its attempt_seconds") from error
+            raise
+        finally:
+            self._metrics.attempt(handler.type, lease_clock() - began)
+        self._metrics.batch(len(new))
+        return {delivery: _HANDLED if delivery in new else _DUPLICATE for delivery in deliveries}
+
+    async def _in_transaction(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> set[Delivery]:
+        first: dict[Identity, Delivery] = {}
+        for delivery in deliveries:
+            first.setdefault(delivery.identity, delivery)
+        try:
+            async with self._writer.transaction() as connection:
+                new = await self._recorded(connection, first, handler)
+                if new:
+                    await _called(cast("BatchFunction", handler.function), new, connection)
+        except Ambiguous as error:
+            if error.code == "commit_unknown":
+                raise TransientError("transaction: no answer to the commit") from error
+            raise
+        return set(new)
+
+    async def _recorded(self, connection: object, first: dict[Identity, Delivery], handler: MessageHandler) -> Sequence[Delivery]:
+        deliveries = list(first.values())
+        if deliveries[0].redrive is not None:  # always alone
+            state = DeliveryState(deliveries[0], effect_run="", effect_step="", stopping=asyncio.Event())
+            return deliveries if await self._writer.record_within(connection, state) else []  # type: ignore[arg-type]
+        recorded = await self._writer.store.record_within(connection, list(first), limit_seconds=handler.attempt_seconds)  # type: ignore[arg-type]
+        return [delivery for identity, delivery in first.items() if identity in recorded]
+
+
+async def _called(function: BatchFunction, deliveries: Sequence[Delivery], connection: object) -> None:
+    messages = [delivery.message for delivery in deliveries if delivery.message is not None]
+    try:
+        await function(messages, connection)  # type: ignore[arg-type]
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # noqa: BLE001
+        raise HandlerExited(f"the handler raised {type(error).__name__}") from None
+
+
+def lane_of(delivery: Delivery) -> LaneKey:
+    """What keeps its order: the key within its partition; a message without a key is by itself."""
+    record = delivery.record
+    if record.key is None:
+        return (record.topic, record.partition, None, record.offset)
+    return (record.topic, record.partition, record.key)

@@ -1,0 +1,199 @@
+"""Handles one message: runs its handler within limits, and has the outcome recorded before anybody hears of it."""
+
+import asyncio
+from typing import Final, cast
+
+import structlog
+
+from consumer_sdk.classification import classify
+from consumer_sdk.consumer_metrics import ConsumerMetrics
+from consumer_sdk.delivery import Again, Dead, Delivery, Done, Outcome
+from consumer_sdk.evidence import frames_of
+from consumer_sdk.identity import step_key
+from consumer_sdk.message_context import MessageContext
+from consumer_sdk.message_decision import decide_failure
+from consumer_sdk.message_handlers import MessageFunction
+from consumer_sdk.message_runs import MessageRuns
+from consumer_sdk.message_writer import DeliveryState, MessageWriter
+from consumer_sdk.tracing import Tracing
+from fencepost.clock import lease_clock
+from fencepost.errors import AlreadyHandled, InvariantViolated
+
+__all__ = ["AttemptDeadline", "HandlerExited", "Handling"]
+
+_log = structlog.get_logger(__name__)
+
+_HANDLED: Final = Done("handled")
+_DUPLICATE: Final = Done("duplicate")
+
+
+class AttemptDeadline(Exception):
+    """An attempt took longer than its handler may. Nothing is known to have happened: effects go through the ledger."""
+
+
+class HandlerExited(Exception):
+    """A handler tried to end the process."""
+
+
+class Handling:
+    """``handle`` returns an outcome that is recorded, and raises only what must end the consumer. ``runs`` is there where handlers
+    have workflows."""
+
+    def __init__(
+        self,
+        *,
+        consumer: str,
+        writer: MessageWriter,
+        runs: MessageRuns | None,
+        tracing: Tracing,
+        metrics: ConsumerMetrics,
+        stopping: asyncio.Event,
+    ) -> None:
+        self._consumer = consumer
+        self._writer = writer
+        self._runs = runs
+        self._tracing = tracing
+        self._metrics = metrics
+        self._stopping = stopping
+
+    async def handle(self, delivery: Delivery) -> Outcome:
+        """Try once. A message that was tried before is looked up first: it may have been handled after all."""
+        if delivery.first_tried_at is None:
+            delivery.first_tried_at = lease_clock()
+        try:
+            if delivery.refusal is not None:
+                return await self._given_up(delivery, Dead(*delivery.refusal))
+            if (delivery.postponed or delivery.attempts) and await self._is_known(delivery):
+                return _DUPLICATE
+            return await self._tried(delivery)
+        except InvariantViolated:
+            raise
+        except Exception as error:  # noqa: BLE001 - a boundary: whatever a handler or a driver raises is told by its class
+            return await self.failed(delivery, error)
+
+    async def failed(self, delivery: Delivery, error: Exception) -> Outcome:
+        """What an attempt's error comes to."""
+        outcome = decide_failure(delivery, error, now=lease_clock(), environment=not await self._writer.answers())
+        self._note(delivery, error, outcome)
+        return await self.settled(delivery, outcome)
+
+    async def settled(self, delivery: Delivery, outcome: Again | Dead) -> Outcome:
+        """Keep count, or store the dead letter. While the database is away nothing is given up."""
+        if isinstance(outcome, Again):
+            delivery.attempts += outcome.spent
+            delivery.postponed += not outcome.spent
+            delivery.delay_seconds = outcome.after_seconds if outcome.spent else delivery.delay_seconds
+            return outcome
+        delivery.attempts += 1
+        try:
+            return await self._given_up(delivery, outcome)
+        except Exception as error:  # noqa: BLE001 - as above
+            delivery.attempts -= 1
+            self._metrics.database_error("dead_letter")
+            again = decide_failure(delivery, error, now=lease_clock(), environment=True)
+            assert isinstance(again, Again)
+            delivery.postponed += 1
+            return again
+
+    async def _tried(self, delivery: Delivery) -> Outcome:
+        handler, message = delivery.handler, delivery.message
+        assert handler is not None
+        assert message is not None
+        state = DeliveryState(
+            delivery,
+            effect_run=delivery.identity.run_key if message.run_id is None else message.run_id,
+            effect_step=step_key(self._consumer, handler.step, message),
+            stopping=self._stopping,
+        )
+        began = lease_clock()
+        try:
+            with self._tracing.processing(message, handler.step):
+                if handler.workflow is not None:
+                    assert self._runs is not None
+                    ended = await self._runs.execute(handler, message, state, self._writer)
+                    if isinstance(ended, Again | Dead):
+                        return await self.settled(delivery, ended)
+                else:
+                    await self._called(cast("MessageFunction", handler.function), delivery, MessageContext(state, self._writer))
+        except Exception as error:
+            if not (state.recorded or state.duplicate):
+                raise
+            self._note_after_end(delivery, error, state)
+        finally:
+            state.over = True
+            self._metrics.attempt(handler.type, lease_clock() - began)
+        if state.recorded:
+            return _HANDLED
+        return await self._recorded(delivery)
+
+    async def _called(self, function: MessageFunction, delivery: Delivery, context: MessageContext) -> None:
+        assert delivery.message is not None
+        assert delivery.handler is not None
+        try:
+            async with asyncio.timeout(delivery.handler.attempt_seconds) as limit:
+                await function(delivery.message, context)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise AttemptDeadline("the handler took longer than its attempt_seconds") from error
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # noqa: BLE001
+            # sys.exit() in a library, say: it is the end of this attempt, not of all the others.
+            raise HandlerExited(f"the handler raised {type(error).__name__}") from None
+
+    async def _recorded(self, delivery: Delivery) -> Done:
+        if delivery.redrive is not None:
+            await self._writer.store.finish_redrive(delivery.redrive, delivery.identity)
+            return _HANDLED
+        return _HANDLED if await self._writer.record(delivery.identity) else _DUPLICATE
+
+    async def _given_up(self, delivery: Delivery, dead: Dead) -> Outcome:
+        if delivery.redrive is not None:
+            await self._writer.store.fail_redrive(delivery.redrive, dead)
+        elif not await self._writer.store_dead(delivery, dead):
+            return _DUPLICATE
+        self._metrics.dead(dead.reason)
+        record = delivery.record
+        _log.error(
+            "message_dead",
+            reason=dead.reason,
+            error_class=dead.error_class,
+            code=dead.error_code,
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            attempts=delivery.attempts,
+            remedy="`fencepost dead-letters list` shows it; mend the cause, then redrive it",
+        )
+        return dead
+
+    async def _is_known(self, delivery: Delivery) -> bool:
+        if delivery.redrive is not None:
+            return False
+        return bool(await self._writer.store.known([delivery.identity]))
+
+    def _note(self, delivery: Delivery, error: Exception, outcome: Again | Dead) -> None:
+        """What a developer needs to find the fault, and no value: class, code and place, never the message."""
+        failure = classify(error)
+        record = delivery.record
+        _log.warning(
+            "attempt_failed",
+            kind=failure.kind,
+            code=failure.code,
+            error_class=failure.error_class,
+            at=frames_of(error),
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            attempt=delivery.attempts + 1,
+            retry_seconds=round(outcome.after_seconds, 2) if isinstance(outcome, Again) else None,
+        )
+
+    def _note_after_end(self, delivery: Delivery, error: Exception, state: DeliveryState) -> None:
+        """An error behind the commit changes nothing any more."""
+        if state.duplicate and isinstance(error, AlreadyHandled):
+            return
+        record = delivery.record
+        told = {"topic": record.topic, "partition": record.partition, "offset": record.offset, "at": frames_of(error)}
+        _log.warning("raised_after_the_end", error_class=type(error).__name__, **told)

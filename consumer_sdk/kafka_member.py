@@ -1,0 +1,231 @@
+"""The broker adapter: one member of a consumer group. The broker's errors are translated here, once, into what to do about them."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition, errors
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from consumer_sdk.consumer_settings import ConsumerSettings
+from consumer_sdk.incarnation import Incarnation, incarnations
+from fencepost.errors import ConfigurationError, TransientError
+
+__all__ = ["Committed", "KafkaMember", "UnreadableRecord"]
+
+_T = TypeVar("_T")
+
+_START_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 30.0
+_STOP_SECONDS: Final = 5.0
+_MAX_POLL_INTERVAL_MS: Final = 300_000
+# What a fetch may bring, all partitions of a broker together: the client holds about as much again.
+_FETCH_BYTES: Final = 16 * 1024 * 1024
+# Brokers deliver a larger record all the same, by itself.
+_PARTITION_FETCH_BYTES: Final = 1024 * 1024
+_INFINITE: Final = -1.0
+_MS_A_DAY: Final = 86_400_000
+
+#: An operator must act: no right, another process under the same name, or a group of another kind.
+_FATAL: Final = (
+    errors.TopicAuthorizationFailedError,
+    errors.GroupAuthorizationFailedError,
+    errors.ClusterAuthorizationFailedError,
+    errors.InconsistentGroupProtocolError,
+    errors.InvalidGroupIdError,
+    errors.InvalidSessionTimeoutError,
+    errors.UnsupportedVersionError,
+)
+
+Committed = tuple[int, str]
+
+
+class UnreadableRecord(Exception):
+    """The client cannot unpack a record of this partition; nothing behind it is to be had."""
+
+    def __init__(self, partition: TopicPartition) -> None:
+        super().__init__(f"{partition.topic}/{partition.partition}")
+        self.partition = partition
+
+
+class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
+    def __init__(self, revoked: Callable[[], Awaitable[None]], assigned: Callable[[Collection[TopicPartition]], None]) -> None:
+        self._revoked = revoked
+        self._assigned = assigned
+
+    async def on_partitions_revoked(self, revoked: Collection[TopicPartition]) -> None:
+        """The group takes back all partitions: aiokafka's protocol is eager."""
+        await self._revoked()
+
+    def on_partitions_assigned(self, assigned: Collection[TopicPartition]) -> None:
+        self._assigned(assigned)
+
+
+class KafkaMember:
+    """``revoked`` is awaited before the group gives partitions to others; ``assigned`` is told of new ones."""
+
+    def __init__(
+        self,
+        settings: ConsumerSettings,
+        *,
+        client_id: str,
+        revoked: Callable[[], Awaitable[None]],
+        assigned: Callable[[Collection[TopicPartition]], None],
+    ) -> None:
+        self._topics = settings.topics
+        self._settings = settings
+        self._listener = _Listener(revoked, assigned)
+        self._consumer = AIOKafkaConsumer(
+            bootstrap_servers=settings.kafka_bootstrap_servers,
+            group_id=settings.consumer_group,
+            group_instance_id=settings.consumer_instance or None,
+            client_id=client_id,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",  # where an offset is gone; where a group begins is decided by `begin`
+            isolation_level=settings.consumer_isolation,
+            session_timeout_ms=int(settings.consumer_session_timeout_seconds * 1000),
+            heartbeat_interval_ms=int(settings.consumer_session_timeout_seconds * 1000 / 3),
+            max_poll_interval_ms=_MAX_POLL_INTERVAL_MS,
+            rebalance_timeout_ms=int(settings.consumer_rebalance_grace_seconds * 1000) + 30_000,
+            fetch_max_bytes=_FETCH_BYTES,
+            max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
+        )
+
+    async def start(self) -> None:
+        """Connect. Raises ``TransientError``; nothing is left open then."""
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._consumer.start()
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            await self.stop()
+            raise TransientError(f"cannot reach Kafka: {type(error).__name__}") from error
+        except BaseException:
+            await self.stop()
+            raise
+
+    def join(self) -> None:
+        """Join the group."""
+        self._consumer.subscribe(topics=list(self._topics), listener=self._listener)
+
+    async def poll(self, *, most: int, milliseconds: int) -> Mapping[TopicPartition, Sequence[Any]]:
+        """Records that have come, waited for at most so long. Raises ``UnreadableRecord``."""
+        try:
+            records: Mapping[TopicPartition, Sequence[Any]] = await self._translated(
+                self._consumer.getmany(timeout_ms=milliseconds, max_records=most)
+            )
+        except ValueError:
+            raise UnreadableRecord(await self._unreadable()) from None  # without its cause: it carries the bytes
+        return records
+
+    async def seek(self, partition: TopicPartition, offset: int) -> None:
+        """Go on at an offset."""
+        self._consumer.seek(partition, offset)
+
+    async def seek_to_beginning(self, partition: TopicPartition) -> None:
+        """Go on at the first record that there is."""
+        await self._translated(self._consumer.seek_to_beginning(partition))
+
+    async def end_of(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, int]:
+        """The offsets that the next records will have."""
+        found: Mapping[TopicPartition, int] = await self._translated(self._consumer.end_offsets(list(partitions)))
+        return found
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed]:
+        """The group's offsets with what was said beside them; without partitions that have none."""
+        found = await self._translated(self._consumer._coordinator.fetch_committed_offsets(list(partitions)))
+        return {partition: (kept.offset, kept.metadata) for partition, kept in found.items() if kept.offset >= 0}
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> bool:
+        """Commit. False: the group has moved on, and the partitions are others' by now, or soon will be."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._consumer.commit(dict(offsets))
+        except (errors.CommitFailedError, errors.IllegalStateError):
+            return False
+        except _FATAL as error:
+            raise _fatal(error) from error
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise TransientError(f"commit: {type(error).__name__}") from error
+        return True
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """Fetch no more of these for now."""
+        with contextlib.suppress(errors.IllegalStateError):
+            self._consumer.pause(*partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """Fetch these again."""
+        with contextlib.suppress(errors.IllegalStateError):
+            self._consumer.resume(*partitions)
+
+    def end_seen(self, partition: TopicPartition) -> int | None:
+        """The end of a partition as the last fetch told it."""
+        with contextlib.suppress(errors.IllegalStateError):
+            end: int | None = self._consumer.highwater(partition)
+            return end
+        return None
+
+    async def incarnations(self) -> Mapping[str, Incarnation]:
+        """What the topics' names mean now."""
+        return await incarnations(self._consumer._client, self._topics)
+
+    async def retention_days(self) -> Mapping[str, float]:
+        """How long each topic keeps its messages, in days; infinity where it keeps them for ever, or compacts them."""
+        admin = AIOKafkaAdminClient(bootstrap_servers=self._settings.kafka_bootstrap_servers)
+        try:
+            await self._translated(admin.start())
+            asked = [ConfigResource(ConfigResourceType.TOPIC, topic) for topic in self._topics]
+            answers = await self._translated(admin.describe_configs(asked))
+        finally:
+            with contextlib.suppress(errors.KafkaError, OSError):
+                await admin.close()
+        return dict(_retention(resource) for answer in answers for resource in answer.resources)
+
+    async def has_topic(self, topic: str) -> bool:
+        """Whether there is such a topic."""
+        try:
+            await incarnations(self._consumer._client, [topic])
+        except TransientError as error:
+            if "create it" in str(error):
+                return False
+            raise
+        return True
+
+    async def stop(self) -> None:
+        """Leave the group, unless the member is a static one, and close the connections."""
+        with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._consumer.stop()
+
+    async def _unreadable(self) -> TopicPartition:
+        """Which partition it is that cannot be unpacked: the one that fails by itself."""
+        for partition in self._consumer.assignment():
+            try:
+                await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
+            except ValueError:
+                return partition
+        raise TransientError("a record could not be unpacked, and now it can")
+
+    async def _translated(self, answer: Awaitable[_T]) -> _T:
+        try:
+            return await answer
+        except _FATAL as error:
+            raise _fatal(error) from error
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise TransientError(f"Kafka: {type(error).__name__}") from error
+
+
+def _fatal(error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"Kafka refuses this consumer: {type(error).__name__}; see FENCEPOST_CONSUMER_GROUP, FENCEPOST_CONSUMER_TOPICS, "
+        "FENCEPOST_CONSUMER_INSTANCE and the rights of the Kafka user"
+    )
+
+
+def _retention(resource: Sequence[Any]) -> tuple[str, float]:
+    topic, entries = resource[3], {entry[0]: entry[1] for entry in resource[4]}
+    milliseconds = float(entries.get("retention.ms", _INFINITE))
+    forever = milliseconds < 0 or "compact" in str(entries.get("cleanup.policy", ""))
+    return topic, float("inf") if forever else milliseconds / _MS_A_DAY

@@ -1,0 +1,38 @@
+"""Finds an object that a command line names as ``module:attribute``."""
+
+import importlib
+import sys
+from typing import TypeVar
+
+from consumer_sdk.evidence import frames_of
+from fencepost.errors import ConfigurationError
+
+__all__ = ["load_object"]
+
+_Kind = TypeVar("_Kind")
+
+
+def load_object(place: str, kind: type[_Kind]) -> _Kind:
+    """The object of that kind at ``module:attribute``; the current directory is looked in first. Raises ``ConfigurationError``."""
+    module_name, colon, attribute = place.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigurationError("HANDLERS must be module:attribute, for example orders.work:handlers")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name != error.name and not module_name.startswith(f"{error.name}."):
+            raise ConfigurationError(f"HANDLERS: {module_name} imports {error.name}, which is not installed") from error
+        raise ConfigurationError(
+            f"HANDLERS: there is no module {error.name}; start where it can be imported, or install it"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError("HANDLERS must name a module by its full name, for example orders.work:handlers") from error
+    except Exception as error:  # noqa: BLE001 - a boundary: whatever a module does when it is imported
+        place = (frames_of(error) or ["?"])[-1] if not isinstance(error, SyntaxError) else f"{error.filename}:{error.lineno}"
+        raise ConfigurationError(f"HANDLERS: importing {module_name} failed: {type(error).__name__} at {place}") from None
+    found = getattr(module, attribute, None)
+    if not isinstance(found, kind):
+        raise ConfigurationError(f"HANDLERS: {module_name} has no consumer_sdk.{kind.__name__} named {attribute}")
+    return found

@@ -1,0 +1,140 @@
+"""What a handler sees of one message beside the message: who it is, effects that happen once, and the transaction that ends it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+from consumer_sdk.classification import Ambiguous
+from consumer_sdk.context import RunContext
+from consumer_sdk.effects import Call, CallLimits, EffectKey
+from fencepost.errors import AlreadyHandled, ConfigurationError, InvalidInput, LeaseLost, TransactionRequired, TransientError
+
+if TYPE_CHECKING:
+    import asyncpg
+
+__all__ = ["HandlingState", "MessageContext", "MessageWriter"]
+
+_DEFAULT_LIMITS: Final = CallLimits()
+_RESERVED: Final = "fencepost."
+
+
+class HandlingState:
+    """What the consumer and a handler's context share of one attempt. ``effect_run`` and ``effect_step`` are what effects are kept
+    under; ``recorded``: the message's outcome is committed; ``duplicate``: another delivery's was."""
+
+    def __init__(
+        self, *, tenant_id: str, effect_run: str, effect_step: str, step: str, attempt: int, stopping: asyncio.Event
+    ) -> None:
+        self.tenant_id = tenant_id
+        self.effect_run = effect_run
+        self.effect_step = effect_step
+        self.step = step
+        self.attempt = attempt
+        self.stopping = stopping
+        self.recorded = False
+        self.duplicate = False
+        self.over = False
+
+
+class MessageWriter(Protocol):
+    """The consumer, as far as a context needs it. ``record_within`` is False for a message that has been handled."""
+
+    async def once(self, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object: ...
+    def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
+    async def record_within(self, connection: "asyncpg.Connection", state: HandlingState) -> bool: ...
+
+
+class MessageContext:
+    """One attempt at one message. ``run`` is the run behind it, where the handler was registered with a ``workflow``."""
+
+    def __init__(self, state: HandlingState, writer: MessageWriter, run: RunContext | None = None) -> None:
+        self._state = state
+        self._writer = writer
+        self._in_transaction = False
+        self.run = run
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first attempt of this delivery."""
+        return self._state.attempt
+
+    @property
+    def tenant_id(self) -> str | None:
+        """The tenant that the message, or its run, belongs to."""
+        return self._state.tenant_id or None
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the consumer stops or loses the partition: return soon. What is not recorded is delivered again."""
+        return self._state.stopping
+
+    async def once(
+        self,
+        operation: str,
+        *,
+        request: object,
+        call: Call,
+        limits: CallLimits = _DEFAULT_LIMITS,
+        occurrence: int = 0,
+    ) -> object:
+        """Make an outside effect happen once for this message, however often it is delivered, and return its result.
+
+        It belongs to the run that the message names, if it names one: another message of that run for the same step finds it.
+        ``call`` gets an ``Effect``: pass its ``key`` as the provider's idempotency key. ``request`` is what the effect is for;
+        another one under the same operation raises ``EffectMismatch``. An operation that happens more than once in a handler
+        numbers its ``occurrence``.
+
+        Raises ``EffectFailed`` for a refusal, this time's or a recorded one; ``EffectUnknown`` while nobody knows the answer;
+        ``LeaseLost`` where another delivery took over; and what ``call`` raised, where it surely did nothing.
+        """
+        self._refuse_after_end()
+        if self._in_transaction:
+            raise TransactionRequired("a call must not hold a transaction open: make it before")
+        if operation.startswith(_RESERVED):
+            raise InvalidInput("operation", f"must not begin with {_RESERVED}", "name it after the provider")
+        state = self._state
+        if self.run is not None:
+            return await self.run.once(
+                operation, request=request, call=call, limits=limits, step=state.step, occurrence=occurrence
+            )  # fmt: skip
+        key = EffectKey(state.effect_run, state.tenant_id, 0, state.effect_step, occurrence, operation)
+        return await self._writer.once(key, request=request, call=call, limits=limits)
+
+    @asynccontextmanager
+    async def transaction(self) -> "AsyncIterator[asyncpg.Connection]":
+        """A transaction in the consumer's database that commits together with the message's outcome, and so ends its handling.
+
+        What is written on the connection, outbox rows included, exists once, or not at all. If another delivery of the message is
+        faster, ``AlreadyHandled`` is raised before anything is written. It is the last thing that a handler does; keep it short.
+        """
+        self._refuse_after_end()
+        if self._in_transaction:
+            raise TransactionRequired("this attempt is in a transaction already; use its connection")
+        self._in_transaction = True
+        try:
+            async with self._writer.transaction() if self.run is None else self.run.transaction() as connection:
+                if not await self._writer.record_within(connection, self._state):
+                    self._state.duplicate = True
+                    raise AlreadyHandled("another delivery of this message has been handled")
+                yield connection
+            self._state.recorded = True
+        except Ambiguous as error:
+            if error.code == "commit_unknown":
+                # The message's own row tells whether it was committed, and everything else with it.
+                raise TransientError("transaction: no answer to the commit") from error
+            raise
+        finally:
+            self._in_transaction = False
+
+    async def complete(self, output: object = None) -> None:
+        """Complete the message's run. Inside ``transaction()`` it commits with the rest. Raises ``LeaseLost`` if it is not held."""
+        if self.run is None:
+            raise ConfigurationError("there is no run to complete: register the handler with workflow=")
+        await self.run.complete(output)
+
+    def _refuse_after_end(self) -> None:
+        if self._state.over:
+            raise LeaseLost("the attempt has ended; nothing was changed")
+        if self._state.recorded:
+            raise TransactionRequired("the message's outcome is committed, as the last thing of its handling; do this before")

@@ -1,0 +1,68 @@
+"""What a failure means for a message. Pure: the error and the message's history go in, an outcome comes out."""
+
+import random as _random
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final
+
+from consumer_sdk.classification import Failure, RetryLater, classify
+from consumer_sdk.delivery import Again, Dead, Delivery
+from consumer_sdk.retry import Retry
+from fencepost.errors import LeaseLost, TransientError
+
+__all__ = ["ENVIRONMENT", "decide_failure", "is_environment", "postponed"]
+
+#: How to wait for an environment that is away: soon at first, then every few seconds, for as long as it takes.
+ENVIRONMENT: Final = Retry(base_seconds=0.2, cap_seconds=5)
+_LOST_SECONDS: Final = 1.0
+# Connection, resources, operator intervention and system errors of PostgreSQL; 57014 is a statement that took too long.
+_ENVIRONMENT_STATES: Final = ("sqlstate_08", "sqlstate_53", "sqlstate_57", "sqlstate_58")
+_CANCELLED_STATE: Final = "sqlstate_57014"
+_CONFLICT_STATE: Final = "sqlstate_40"
+
+
+def is_environment(error: Exception, failure: Failure) -> bool:
+    """Whether nobody is at fault: then no attempt is spent, and the message waits for as long as the environment is away."""
+    if isinstance(error, TransientError):
+        return True
+    return failure.code.startswith(_ENVIRONMENT_STATES) and failure.code != _CANCELLED_STATE
+
+
+def decide_failure(
+    delivery: Delivery, error: Exception, *, now: float, environment: bool, random: Callable[[], float] = _random.random
+) -> Again | Dead:
+    """``now`` is on the lease clock; ``environment``: the database does not answer, whatever the error says."""
+    handler = delivery.handler
+    assert handler is not None
+    failure = classify(error)
+    if environment or is_environment(error, failure):
+        return Again(ENVIRONMENT.delay(delivery.postponed, random=random), spent=False)
+    if isinstance(error, RetryLater | LeaseLost) or failure.code.startswith(_CONFLICT_STATE):
+        return postponed(delivery, failure, now=now, random=random)
+    if failure.kind == "retryable":
+        return _retried(delivery, failure, random)
+    return Dead("rejected" if failure.kind == "terminal" else "ambiguous", failure.error_class, failure.code)
+
+
+def postponed(delivery: Delivery, failure: Failure, *, now: float, random: Callable[[], float] = _random.random) -> Again | Dead:
+    """Not now, and no attempt spent; but not for ever."""
+    assert delivery.handler is not None
+    asked = _asked_seconds(delivery.handler.retry, failure)
+    delay = ENVIRONMENT.delay(delivery.postponed, random=random) if asked is None else asked
+    waited = now - (now if delivery.first_tried_at is None else delivery.first_tried_at)
+    if waited + delay > delivery.handler.patience_seconds:
+        return Dead("patience_exhausted", failure.error_class, failure.code)
+    return Again(delay, spent=False)
+
+
+def _retried(delivery: Delivery, failure: Failure, random: Callable[[], float]) -> Again | Dead:
+    handler = delivery.handler
+    assert handler is not None
+    if delivery.attempts + 1 >= handler.attempts:
+        return Dead("attempts_exhausted", failure.error_class, failure.code)
+    delay = handler.retry.delay(delivery.attempts, delivery.delay_seconds, random=random)
+    return Again(max(delay, _asked_seconds(handler.retry, failure) or 0.0), spent=True)
+
+
+def _asked_seconds(retry: Retry, failure: Failure) -> float | None:
+    return None if failure.retry_after is None else retry.retry_after_seconds(failure.retry_after, now=datetime.now(UTC))

@@ -1,0 +1,173 @@
+"""Writes what handlings of messages end in: outcomes in batches, dead letters whole, and the ledger's effects."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from consumer_sdk.batching import Batcher
+from consumer_sdk.codec import PayloadCodec
+from consumer_sdk.consumer_metrics import ConsumerMetrics
+from consumer_sdk.dead_lettering import copy_of
+from consumer_sdk.delivery import Dead, Delivery
+from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
+from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
+from consumer_sdk.identity import Identity
+from consumer_sdk.ledger import Ledger
+from consumer_sdk.message_context import HandlingState
+from consumer_sdk.message_store import MessageStore
+from consumer_sdk.run_store import ROLE
+from consumer_sdk.transactions import Transactions
+from fencepost.clock import lease_clock
+from fencepost.database import StatementPool
+from fencepost.errors import LeaseLost, TransientError
+from fencepost.secrets import Secrets
+
+if TYPE_CHECKING:
+    import asyncpg
+
+__all__ = ["DeliveryState", "MessageWriter"]
+
+_Answer = TypeVar("_Answer")
+
+_MOST_CONNECTIONS: Final = 20
+_NO_RUN: Final = RunFence(None, None, None)
+
+
+class DeliveryState(HandlingState):
+    """What the consumer and a handler's context share, with the delivery that it is about."""
+
+    def __init__(self, delivery: Delivery, *, effect_run: str, effect_step: str, stopping: asyncio.Event) -> None:
+        assert delivery.handler is not None
+        super().__init__(
+            tenant_id=delivery.identity.tenant_id,
+            effect_run=effect_run,
+            effect_step=effect_step,
+            step=delivery.handler.step,
+            attempt=delivery.attempts + 1,
+            stopping=stopping,
+        )
+        self.delivery = delivery
+        self.limit_seconds = delivery.handler.attempt_seconds
+
+
+class MessageWriter:
+    """The writes of one consumer. ``TransientError`` where waiting helps."""
+
+    def __init__(
+        self,
+        *,
+        store: MessageStore,
+        consumer: str,
+        holder: str,
+        database_url: str,
+        dead_letter_topic: str | None,
+        concurrency: int,
+        statement_seconds: float,
+        reconcilers: Mapping[str, Reconciler],
+        codec: PayloadCodec,
+        secrets: Secrets | None,
+        metrics: ConsumerMetrics,
+    ) -> None:
+        self.store = store
+        self._consumer = consumer
+        self._holder = holder
+        self._database_url = database_url
+        self._dead_letter_topic = dead_letter_topic
+        self._statement_seconds = statement_seconds
+        self._connections = min(concurrency, _MOST_CONNECTIONS)
+        self._reconcilers = reconcilers
+        self._codec = codec
+        self._secrets = secrets
+        self._metrics = metrics
+        self._transactions = Transactions(database_url, role=ROLE, size=self._connections + 1, limit_seconds=statement_seconds)
+        self._recording = Batcher[Identity, bool](self._record_all)
+        self._effects: StatementPool | None = None
+        self._ledger: Ledger | None = None
+        self._opening = asyncio.Lock()
+
+    async def record(self, identity: Identity) -> bool:
+        """Record a message as handled. False: it was already."""
+        return await self._recording.put(identity)
+
+    async def store_dead(self, delivery: Delivery, dead: Dead) -> bool:
+        """Give a message up. False: it has an outcome already."""
+        copy = copy_of(delivery, dead, topic=self._dead_letter_topic, consumer=self._consumer) if self._dead_letter_topic else None
+        stored = self.store.store_dead(
+            delivery.identity,
+            delivery.record,
+            dead,
+            consumer=self._consumer,
+            event_type=delivery.type,
+            attempts=delivery.attempts,
+            copy=copy,
+        )
+        return await self._timed("dead_letter", stored) is not None
+
+    def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]":
+        """A transaction whose first statement, which records messages, sets its bounds."""
+        return self._transactions.begin(bounded=False)
+
+    async def record_within(self, connection: "asyncpg.Connection", state: HandlingState) -> bool:
+        """Record the message as handled, in a transaction of its handler's. False: it was already."""
+        assert isinstance(state, DeliveryState)
+        delivery, limit = state.delivery, state.limit_seconds
+        if delivery.redrive is None:
+            return bool(await self.store.record_within(connection, [delivery.identity], limit_seconds=limit))
+        ended, recorded = await self.store.finish_redrive_within(
+            connection, delivery.redrive, delivery.identity, limit_seconds=limit
+        )  # fmt: skip
+        if not ended:
+            raise LeaseLost("the dead letter is in another hand; nothing was changed")
+        return recorded
+
+    async def once(self, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
+        """Make an outside effect of a message happen once."""
+        ledger = await self._opened_ledger()
+        reconciler = self._reconcilers.get(key.operation)
+        return await ledger.once(key, _NO_RUN, request=request, call=call, limits=limits, reconciler=reconciler)
+
+    async def answers(self) -> bool:
+        """Whether the database answers."""
+        try:
+            await self.store.known([])
+        except TransientError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self._transactions.close()
+        if self._effects is not None:
+            await self._effects.close()
+
+    async def _opened_ledger(self) -> Ledger:
+        async with self._opening:
+            if self._ledger is None:
+                secrets = self._secrets or Secrets.from_environment()
+                self._effects = await StatementPool.open(
+                    self._database_url,
+                    EFFECT_STATEMENTS,
+                    role=ROLE,
+                    size=self._connections,
+                    timeout_seconds=self._statement_seconds,
+                    server_settings={"application_name": "fencepost-ledger"},
+                )
+                self._ledger = Ledger(
+                    EffectStore(self._effects.fetch, self._holder), secrets, codec=self._codec, count=self._metrics.effect
+                )
+        return self._ledger
+
+    async def _record_all(self, identities: Sequence[Identity]) -> Sequence[bool]:
+        new = set(await self._timed("record", self.store.record(identities)))
+        answers = []
+        for identity in identities:
+            answers.append(identity in new)
+            new.discard(identity)  # of two deliveries of one message in one batch, the first has handled it
+        return answers
+
+    async def _timed(self, statement: str, answer: Awaitable[_Answer]) -> _Answer:
+        started = lease_clock()
+        answered = await answer
+        self._metrics.statement(statement, lease_clock() - started)
+        return answered

@@ -1,0 +1,109 @@
+-- What a consumer writes of messages. A message's row in the ledger, operation 'fencepost.message', is the proof that its consumer is
+-- done with it: whoever inserts it first has handled the message, and everybody else finds a duplicate.
+--
+-- $1..$3 are arrays: run keys, tenants and steps, one of each a message. Batches insert in one order, so that two cannot deadlock.
+
+-- name: known_messages
+-- Which of the messages have an outcome, by their place in the arrays.
+SELECT g.n::integer AS n
+FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY AS g(run_key, tenant_id, step, n)
+JOIN fencepost.effects AS e ON e.run_key = g.run_key AND e.tenant_id = g.tenant_id AND e.iteration = 0 AND e.step = g.step
+    AND e.occurrence = 0 AND e.operation = 'fencepost.message';
+
+-- name: record_messages
+-- Record messages as handled by $4; those that were not yet. Within a transaction it comes first, so that of two deliveries of one
+-- message the second waits here and then finds a duplicate; $5 and $6 then bound the transaction's statements and its silence, in
+-- milliseconds as text (0: no bound of its own).
+WITH limits AS MATERIALIZED (
+    SELECT set_config('statement_timeout', $5, true), set_config('idle_in_transaction_session_timeout', $6, true)
+    WHERE $5 <> '0'
+)
+INSERT INTO fencepost.effects (run_key, tenant_id, iteration, step, occurrence, operation, state, holder, finished_at)
+SELECT g.run_key, g.tenant_id, 0, g.step, 0, 'fencepost.message', 'succeeded', $4, clock_timestamp()
+FROM (SELECT * FROM unnest($1::text[], $2::text[], $3::text[]) AS g(run_key, tenant_id, step)
+      WHERE (SELECT count(*) FROM limits) >= 0 ORDER BY 1, 2, 3) AS g
+ON CONFLICT DO NOTHING
+RETURNING run_key, tenant_id, step;
+
+-- name: store_dead_letter
+SELECT fencepost.store_dead_letter($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21,
+                                   $22, $23, $24, $25) AS dead_letter_id;
+
+-- name: claim_redrives
+-- Take up to $4 dead letters of consumer $2 in hand for $3, which an operator wants handled anew.
+UPDATE fencepost.dead_letters AS d
+SET generation = d.generation + 1, holder = $1, held_until = clock_timestamp() + $3::interval
+FROM (
+    SELECT c.dead_letter_id FROM fencepost.dead_letters AS c
+    WHERE c.consumer = $2 AND c.state = 'redriving' AND (c.held_until <= clock_timestamp()) IS NOT FALSE
+    ORDER BY c.dead_letter_id LIMIT $4 FOR UPDATE SKIP LOCKED
+) AS wanted
+WHERE d.dead_letter_id = wanted.dead_letter_id
+RETURNING d.*;
+
+-- name: finish_redrive
+-- Dead letter $1, in hand under generation $2, is handled: its message's row with it. $3..$5 its identity, $6 holder; $7, $8 as in
+-- record_messages. `ended`: it was still in hand. `recorded`: nobody had handled it yet.
+WITH limits AS MATERIALIZED (
+    SELECT set_config('statement_timeout', $7, true), set_config('idle_in_transaction_session_timeout', $8, true)
+    WHERE $7 <> '0'
+),
+ended AS (
+    UPDATE fencepost.dead_letters AS d
+    SET state = 'redriven', holder = NULL, held_until = NULL, changed_at = clock_timestamp()
+    WHERE d.dead_letter_id = $1 AND d.generation = $2 AND d.state = 'redriving' AND (SELECT count(*) FROM limits) >= 0
+    RETURNING d.dead_letter_id
+),
+recorded AS (
+    INSERT INTO fencepost.effects AS e (run_key, tenant_id, iteration, step, occurrence, operation, state, holder, finished_at)
+    SELECT $3, $4, 0, $5, 0, 'fencepost.message', 'succeeded', $6, clock_timestamp() FROM ended
+    ON CONFLICT (run_key, tenant_id, iteration, step, occurrence, operation) DO UPDATE
+    SET state = 'succeeded', generation = e.generation + 1, holder = excluded.holder, error_class = NULL, error_code = NULL,
+        finished_at = excluded.finished_at
+    WHERE e.state = 'failed'
+    RETURNING e.run_key
+)
+SELECT EXISTS (SELECT FROM ended) AS ended, EXISTS (SELECT FROM recorded) AS recorded;
+
+-- name: fail_redrive
+-- Dead letter $1, in hand under generation $2, is dead once more: $3 reason, $4 error class, $5 error code, $6 attempts on top.
+UPDATE fencepost.dead_letters AS d
+SET state = 'dead', holder = NULL, held_until = NULL, reason = $3, error_class = $4, error_code = $5, attempts = d.attempts + $6,
+    changed_at = clock_timestamp()
+WHERE d.dead_letter_id = $1 AND d.generation = $2 AND d.state = 'redriving'
+RETURNING d.dead_letter_id;
+
+-- name: release_redrive
+-- Dead letter $1, in hand under generation $2, is given back: it was not handled, and did not fail.
+UPDATE fencepost.dead_letters AS d SET holder = NULL, held_until = NULL
+WHERE d.dead_letter_id = $1 AND d.generation = $2 AND d.state = 'redriving'
+RETURNING d.dead_letter_id;
+
+-- name: oldest_remembered
+-- Up to when the ledger remembers, if it remembers for $1: an older message may have been handled and forgotten.
+SELECT clock_timestamp() - $1::interval AS oldest;
+
+-- name: forget_effects
+-- Delete up to $2 rows older than $1: not while a run of the lineage is alive, or a dead letter of the message may be redriven.
+DELETE FROM fencepost.effects AS e
+USING (
+    SELECT c.run_key, c.tenant_id, c.iteration, c.step, c.occurrence, c.operation FROM fencepost.effects AS c
+    WHERE c.created_at < clock_timestamp() - $1::interval AND c.finished_at < clock_timestamp() - $1::interval
+      AND NOT EXISTS (
+        SELECT FROM fencepost.runs AS r
+        WHERE c.run_id IS NOT NULL AND r.tenant_id = c.tenant_id AND r.finished_at IS NULL
+          AND (r.run_id = CASE WHEN c.run_id IS NOT NULL THEN c.run_key::uuid END
+               OR r.root_run_id <> r.run_id AND r.root_run_id = CASE WHEN c.run_id IS NOT NULL THEN c.run_key::uuid END))
+      AND NOT EXISTS (
+        SELECT FROM fencepost.dead_letters AS d
+        WHERE d.run_key = c.run_key AND d.tenant_id = c.tenant_id AND d.state IN ('dead', 'redriving'))
+    ORDER BY c.created_at LIMIT $2 FOR UPDATE SKIP LOCKED
+) AS old
+WHERE e.run_key = old.run_key AND e.tenant_id = old.tenant_id AND e.iteration = old.iteration AND e.step = old.step
+  AND e.occurrence = old.occurrence AND e.operation = old.operation
+RETURNING e.operation;
+
+-- name: dead_letters_waiting
+-- How many dead letters of consumer $1 wait for an operator, counted up to $2, and since when the oldest has.
+SELECT count(*)::integer AS waiting, coalesce(extract(epoch FROM clock_timestamp() - min(d.created_at)), 0)::float8 AS oldest_seconds
+FROM (SELECT created_at FROM fencepost.dead_letters WHERE consumer = $1 AND state = 'dead' ORDER BY dead_letter_id LIMIT $2) AS d;

@@ -1,0 +1,48 @@
+"""Which offsets of a partition are done: pure arithmetic over the records that were received, never over numbers between them.
+
+Offsets have gaps (transaction markers, compaction), so the next record's offset is not this one's plus one. What may be committed
+is the offset of the first record that is not done or, if all are, the one after the last.
+"""
+
+from collections import deque
+
+__all__ = ["OffsetTracker"]
+
+
+class OffsetTracker:
+    """The window of one partition, from its assignment to its revocation."""
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        self._done: set[int] = set()
+        self._next: int | None = None
+        self.committed: int | None = None
+
+    def receive(self, offset: int) -> bool:
+        """A record has arrived. False: it was received before, or comes from before the window; it is not to be handled."""
+        if self._next is not None and offset < self._next:
+            return False
+        self._order.append(offset)
+        self._next = offset + 1
+        return True
+
+    def finish(self, offset: int) -> None:
+        """The record is done, whatever it came to."""
+        self._done.add(offset)
+        while self._order and self._order[0] in self._done:
+            self._done.discard(self._order.popleft())
+
+    @property
+    def place(self) -> int | None:
+        """The offset to read next after all that is done without a gap; None if nothing was received."""
+        return self._order[0] if self._order else self._next
+
+    @property
+    def committable(self) -> int | None:
+        """The same, if it is not committed yet."""
+        return None if self.place == self.committed else self.place
+
+    @property
+    def span(self) -> int:
+        """How many records are received and not committable: what a crash would have delivered again."""
+        return len(self._order)

@@ -1,0 +1,57 @@
+"""Spans of handlings, linked to the producer's trace, where the process uses OpenTelemetry; otherwise nothing at all.
+
+A span a handling, of kind consumer and with a link to the message's own context (OpenTelemetry semantic conventions for messaging,
+"Consumer spans"): one trace a message would make a redelivery look like the first.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from consumer_sdk.message import Message
+
+__all__ = ["Tracing"]
+
+
+class Tracing:
+    """``group`` is the consumer group that spans name."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        try:
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            self._trace: Any = None
+            return
+        self._trace = trace
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer = trace.get_tracer("fencepost.consumer")
+
+    def processing(self, message: Message[Any], step: str) -> AbstractContextManager[object]:
+        """The span of one attempt at a message."""
+        return nullcontext() if self._trace is None else self._span(message, step)
+
+    @contextmanager
+    def _span(self, message: Message[Any], step: str) -> Iterator[object]:
+        carrier = {name: value for name in ("traceparent", "tracestate") if (value := getattr(message, name))}
+        producer = self._trace.get_current_span(self._propagator.extract(carrier)).get_span_context()
+        attributes: dict[str, str | int] = {
+            "messaging.system": "kafka",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": message.topic,
+            "messaging.destination.partition.id": str(message.partition),
+            "messaging.kafka.offset": message.offset,
+            "messaging.consumer.group.name": self._group,
+            "fencepost.step": step,
+        }
+        links = [self._trace.Link(producer)] if producer.is_valid else []
+        with self._tracer.start_as_current_span(
+            f"process {message.topic}",
+            kind=self._trace.SpanKind.CONSUMER,
+            links=links,
+            attributes=attributes,
+            record_exception=False,  # its message may quote the payload
+            set_status_on_exception=False,
+        ) as span:
+            yield span

@@ -1,0 +1,95 @@
+"""Transactions for handlers, from a pool of their own: they may wait for one another, never in the way of leases and ledgers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, cast
+
+import asyncpg
+
+from consumer_sdk.classification import Ambiguous
+from fencepost.database import translated
+from fencepost.errors import TransientError
+
+__all__ = ["Transactions"]
+
+_SILENCE_SECONDS: Final = 5.0
+
+
+class Transactions:
+    """``limit_seconds`` bounds the wait for a connection, every statement, and a transaction's silence. It opens at first use."""
+
+    def __init__(self, database_url: str, *, role: str, size: int, limit_seconds: float) -> None:
+        self._database_url = database_url
+        self._role = role
+        self._size = size
+        self._limit = limit_seconds
+        self._pool: asyncpg.Pool[asyncpg.Record] | None = None
+        self._opening = asyncio.Lock()
+
+    @asynccontextmanager
+    async def begin(self, *, bounded: bool = True) -> AsyncIterator[asyncpg.Connection]:
+        """A connection with a transaction begun. ``bounded`` False: the caller's first statement sets the bounds, and saves a round
+        trip. Raises ``Ambiguous`` for a COMMIT without an answer, ``TransientError`` where nothing was committed."""
+        pool = await self._opened()
+        async with translated("transaction", role=self._role):
+            connection = await pool.acquire(timeout=self._limit)
+        try:
+            async with _transaction_on(connection, limit_seconds=self._limit if bounded else None):
+                yield cast("asyncpg.Connection", connection)
+        finally:
+            await pool.release(connection, timeout=self._limit)
+
+    def close(self) -> None:
+        """Cut the connections; what was open on them is undone."""
+        if self._pool is not None:
+            self._pool.terminate()
+
+    async def _opened(self) -> "asyncpg.Pool[asyncpg.Record]":
+        async with self._opening:
+            if self._pool is None:
+                async with translated("transaction", role=self._role):
+                    self._pool = await asyncpg.create_pool(
+                        self._database_url,
+                        min_size=0,
+                        max_size=self._size,
+                        timeout=self._limit,
+                        command_timeout=self._limit + _SILENCE_SECONDS,  # a silent network must not hold a slot for ever
+                        server_settings={"application_name": "fencepost-handler"},
+                    )
+        return self._pool
+
+
+@asynccontextmanager
+async def _transaction_on(
+    connection: "asyncpg.pool.PoolConnectionProxy[asyncpg.Record]", *, limit_seconds: float | None
+) -> AsyncIterator[None]:
+    """A transaction that is never waited for in vain: one that was cut short is undone by the server when its connection ends.
+
+    What fails before COMMIT is undone. Of a COMMIT without an answer nobody knows: ``Ambiguous``. Left open by a handler that
+    hangs it must not outlive the lease: it would hold locks and the horizon. The limits are the transaction's, so a pooler
+    may stand between.
+    """
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        if limit_seconds is not None:
+            limit = int(limit_seconds * 1000)
+            await connection.execute(  # numbers of our own
+                f"SET LOCAL statement_timeout = {limit}; SET LOCAL idle_in_transaction_session_timeout = {limit}"
+            )
+        yield
+    except TimeoutError as error:
+        connection.terminate()
+        raise TransientError("transaction: the database did not answer in time; nothing was committed") from error
+    except asyncio.CancelledError:
+        connection.terminate()
+        raise
+    except BaseException:
+        await transaction.rollback()
+        raise
+    try:
+        await transaction.commit()
+    except (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
+        connection.terminate()
+        raise Ambiguous("commit_unknown") from error
