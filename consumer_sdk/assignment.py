@@ -6,7 +6,7 @@ be committed under a new one.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -37,7 +37,7 @@ class Assignment:
 
     def __init__(
         self,
-        partitions: Collection[TopicPartition],
+        starts: Mapping[TopicPartition, int],
         *,
         intake: Intake,
         store: MessageStore,
@@ -50,8 +50,8 @@ class Assignment:
         metrics: ConsumerMetrics,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self.partitions = frozenset(partitions)
-        self._trackers = {partition: OffsetTracker() for partition in partitions}
+        self.partitions = frozenset(starts)
+        self._trackers = {partition: OffsetTracker(start) for partition, start in starts.items()}
         self._intake = intake
         self._store = store
         self._metrics = metrics
@@ -125,9 +125,16 @@ class Assignment:
         return {partition: offset for partition, offset in found.items() if offset is not None}
 
     def places(self) -> Mapping[TopicPartition, int]:
-        """The next offset to be done of each partition that anything was received of."""
-        found = {partition: tracker.place for partition, tracker in self._trackers.items()}
-        return {partition: place for partition, place in found.items() if place is not None}
+        """The next offset to be done, of each partition."""
+        return {partition: tracker.place for partition, tracker in self._trackers.items()}
+
+    def next_offsets(self) -> Mapping[TopicPartition, int]:
+        """The next offset to be received, of each partition."""
+        return {partition: tracker.next for partition, tracker in self._trackers.items()}
+
+    def skip_to(self, partition: TopicPartition, offset: int) -> None:
+        """There is nothing to receive before this offset."""
+        self._trackers[partition].next = max(self._trackers[partition].next, offset)
 
     def committed(self, offsets: Mapping[TopicPartition, int]) -> None:
         """These were."""

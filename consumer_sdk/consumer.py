@@ -32,6 +32,7 @@ from consumer_sdk.message_store import MessageStore
 from consumer_sdk.message_writer import MessageWriter
 from consumer_sdk.redriving import Redriving
 from consumer_sdk.retention_check import retention_problems
+from consumer_sdk.starts import start_of
 from consumer_sdk.tracing import Tracing
 from consumer_sdk.worker_settings import load_worker_settings
 from fencepost import __version__
@@ -87,7 +88,6 @@ class Consumer:
         self._stopping = asyncio.Event()
         self._faulted = asyncio.Event()
         self._fault: BaseException | None = None
-        self._stuck: set[TopicPartition] = set()
         self._ahead: set[TopicPartition] = set()
         self._ticked_at = lease_clock()
         self._problems: list[str] = ["starting"]
@@ -292,11 +292,12 @@ class Consumer:
                 else:
                     await self._poll()
                 self._kafka_problem = None
-            except UnreadableRecord as error:
-                self._set_aside(error.partition)
+            except UnreadableRecord:
+                await self._read_around()
             except TransientError as error:
                 self._kafka_problem = "kafka: no answer"
                 _log.warning("poll_failed", error=str(error))
+                self._read_again()
                 await asyncio.sleep(_FAULT_PAUSE_SECONDS)
 
     async def _poll(self) -> None:
@@ -305,13 +306,58 @@ class Consumer:
             await self._wait_for_room(assignment)
             return
         most = max(min(assignment.most_records, _MOST_AT_ONCE), 1) if assignment is not None else 1
-        records = await self._member.poll(most=most, milliseconds=_POLL_MS)
-        if self._assignment is None or not records:
+        await self._receive(await self._member.poll(most=most, milliseconds=_POLL_MS))
+
+    async def _receive(self, records: Mapping[TopicPartition, Sequence[Any]]) -> None:
+        """What comes before `_begin` has said where to begin is not wanted, and comes again."""
+        assignment = self._assignment
+        if assignment is None or not records:
             return
-        if not self._assignment.receive(records):
+        if not assignment.receive(records):
             await self._start_over("offsets went back")
-        elif self._assignment is not None:
-            self._mind_windows(self._assignment)
+        else:
+            self._mind_windows(assignment)
+
+    def _read_again(self) -> None:
+        """A poll that failed may have lost records that it had in hand: go back to what was received."""
+        if self._assignment is not None:
+            self._member.seek(self._assignment.next_offsets())
+
+    async def _read_around(self) -> None:
+        """A record cannot be unpacked: take what comes before it one by one, and read its batch by other means."""
+        self._read_again()
+        assignment = self._assignment
+        for partition in () if assignment is None else assignment.partitions:
+            try:
+                while assignment is self._assignment and assignment is not None and assignment.room.is_set():
+                    records = await self._member.poll(partition, most=1, milliseconds=_POLL_MS)
+                    if not records:
+                        break
+                    await self._receive(records)
+            except UnreadableRecord:
+                await self._read_batch(partition)
+            except TransientError:
+                self._read_again()
+
+    async def _read_batch(self, partition: TopicPartition) -> None:
+        assignment = self._assignment
+        if assignment is None:
+            return
+        offset = assignment.next_offsets()[partition]
+        try:
+            batch = await self._member.fetch_batch(partition, offset)
+        except TransientError as error:
+            _log.warning("poll_failed", error=str(error))
+            self._read_again()
+            return
+        if assignment is not self._assignment:
+            return
+        _log.warning(
+            "odd_header_name", topic=partition.topic, partition=partition.partition, offset=offset, records=len(batch.records)
+        )
+        await self._receive({partition: batch.records})
+        assignment.skip_to(partition, batch.next_offset)
+        self._member.seek({partition: batch.next_offset})
 
     async def _wait_for_room(self, assignment: Assignment) -> None:
         """Nothing is fetched while memory is full; the group still hears that this member is alive."""
@@ -324,39 +370,22 @@ class Consumer:
         self._member.pause(assignment.partitions)
         try:
             while not assignment.room.is_set() and assignment is self._assignment:
-                self._receive_late(assignment, await self._member.poll(most=1, milliseconds=0))
+                await self._receive(await self._member.poll(most=1, milliseconds=0))  # a paused partition may hand over one more
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
                         await assignment.room.wait()
         finally:
             self._metrics.paused(False)
             if assignment is self._assignment:
-                self._member.resume(assignment.partitions - self._stuck - self._ahead)
-
-    def _receive_late(self, assignment: Assignment, records: Mapping[TopicPartition, Sequence[Any]]) -> None:
-        """What a paused partition hands over all the same must not be lost."""
-        if records and assignment is self._assignment:
-            assignment.receive(records)
+                self._member.resume(assignment.partitions - self._ahead)
 
     def _mind_windows(self, assignment: Assignment) -> None:
         """A partition that is far ahead of a record which is not done waits for it; the others go on."""
         ahead = set(assignment.ahead)
         if ahead != self._ahead:
             self._member.pause(ahead - self._ahead)
-            self._member.resume(self._ahead - ahead - self._stuck)
+            self._member.resume(self._ahead - ahead)
             self._ahead = ahead
-
-    def _set_aside(self, partition: TopicPartition) -> None:
-        """A record that the client cannot unpack: its partition stands still and says so, the others go on."""
-        self._member.pause([partition])
-        self._stuck.add(partition)
-        _log.error(
-            "record_unreadable",
-            topic=partition.topic,
-            partition=partition.partition,
-            consequence="the partition stands still",
-            remedy="a header's name there is not UTF-8: move the group's offset behind that record, and mend its producer",
-        )
 
     # Assignments
 
@@ -387,25 +416,14 @@ class Consumer:
         if days := self._settings.ledger_retention_days:
             with contextlib.suppress(TransientError):
                 self._intake.remember_from(await self._store.oldest_remembered(timedelta(days=days)))
-        committed = await self._member.committed(partitions)
-        for partition, (offset, told) in committed.items():
-            if told and told != self._told(partition):
-                _log.warning("topic_recreated", topic=partition.topic, partition=partition.partition, offset=offset)
-                await self._member.seek_to_beginning(partition)
-            else:
-                await self._member.seek(partition, offset)
-        fresh = partitions - committed.keys()
-        if fresh and self._settings.consumer_offset_reset == "latest":
-            await self._skip_to_end(fresh)
-        elif fresh:
-            for partition in fresh:
-                await self._member.seek_to_beginning(partition)
+        starts = await self._starts(partitions)
         if self._assigned is not partitions:
             return
-        self._stuck, self._ahead = set(), set()
+        self._member.seek(starts)
+        self._ahead = set()
         settings = self._settings
         self._assignment = Assignment(
-            partitions,
+            starts,
             intake=self._intake,
             store=self._store,
             handling=self._handling,
@@ -418,12 +436,24 @@ class Consumer:
             failed=self._fail,
         )
 
-    async def _skip_to_end(self, partitions: Collection[TopicPartition]) -> None:
-        """A group that begins at the end commits it, so that the next assignment does not pass over what came since."""
-        ends = await self._member.end_of(partitions)
-        for partition, offset in ends.items():
-            await self._member.seek(partition, offset)
-        await self._member.commit({partition: (offset, self._told(partition)) for partition, offset in ends.items()})
+    async def _starts(self, partitions: frozenset[TopicPartition]) -> Mapping[TopicPartition, int]:
+        committed = await self._member.committed(partitions)
+        beginnings, ends = await self._member.beginning_of(partitions), await self._member.end_of(partitions)
+        starts = {
+            partition: start_of(
+                committed=committed.get(partition),
+                incarnation=self._told(partition),
+                beginning=beginnings[partition],
+                end=ends[partition],
+                reset=self._settings.consumer_offset_reset,
+            )
+            for partition in partitions
+        }
+        for partition, start in starts.items():
+            if start.surprise is not None:
+                told = {"topic": partition.topic, "partition": partition.partition, "offset": start.offset}
+                _log.warning("offset_unexpected", surprise=start.surprise, **told)
+        return {partition: start.offset for partition, start in starts.items()}
 
     async def _start_over(self, reason: str) -> None:
         """The topics are not what they were: forget what is in memory and begin anew, without a rebalance."""
@@ -479,13 +509,12 @@ class Consumer:
             if (assignment := self._assignment) is not None:
                 self._metrics.in_flight(assignment.messages, assignment.bytes, assignment.oldest_seconds)
                 self._mind_windows(assignment)
-            stuck = [f"{partition.topic}/{partition.partition}: a record cannot be unpacked" for partition in self._stuck]
             problems = [
                 self._kafka_problem,
                 self._database_problem,
                 None if self._assigned is not None else "kafka: no partitions yet",
             ]
-            self._problems = [problem for problem in problems if problem is not None] + stuck
+            self._problems = [problem for problem in problems if problem is not None]
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _measure(self) -> None:

@@ -4,6 +4,7 @@ The outbox bounds what it takes, and reserves names; the database keeps the whol
 ``original-NAME``, in order. What does not fit is left out, and ``dead-letter-omitted`` says so.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,7 @@ __all__ = ["copy_of"]
 _PREFIX: Final = "original-"
 _OMITTED: Final = "dead-letter-omitted"
 _MOST_CONTENT_TYPE: Final = 256
+_WRITABLE: Final = re.compile("[^\0\ud800-\udfff]+")
 
 
 def copy_of(delivery: Delivery, dead: Dead, *, topic: str, consumer: str) -> Copy:
@@ -56,8 +58,9 @@ def _fitting(
 ) -> Sequence[tuple[str, bytes]]:
     headers, room = list(told), MAX_HEADERS_BYTES - sum(len(name) + len(value) for name, value in told) - 100
     for name, value in originals:
-        size = len(_PREFIX) + len(name.encode()) + len(value or b"")
-        fits = len(_PREFIX) + len(name.encode()) <= MAX_HEADER_NAME_BYTES and "\0" not in name and size <= room
+        length = len(_PREFIX) + len(name.encode(errors="surrogateescape"))
+        size = length + len(value or b"")
+        fits = length <= MAX_HEADER_NAME_BYTES and _WRITABLE.fullmatch(name) and size <= room
         if value is None or not fits or len(headers) >= MAX_HEADERS - 1:
             if "headers" not in omitted:
                 omitted.append("headers")

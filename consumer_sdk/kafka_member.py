@@ -11,6 +11,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from consumer_sdk.consumer_settings import ConsumerSettings
 from consumer_sdk.incarnation import Incarnation, incarnations
+from consumer_sdk.raw_fetch import RawBatch, fetch_batch
 from fencepost.errors import ConfigurationError, TransientError
 
 __all__ = ["Committed", "KafkaMember", "UnreadableRecord"]
@@ -43,11 +44,7 @@ Committed = tuple[int, str]
 
 
 class UnreadableRecord(Exception):
-    """The client cannot unpack a record of this partition; nothing behind it is to be had."""
-
-    def __init__(self, partition: TopicPartition) -> None:
-        super().__init__(f"{partition.topic}/{partition.partition}")
-        self.partition = partition
+    """The client cannot unpack a record. Records that it had unpacked for the same answer are lost with it: seek and read again."""
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -109,23 +106,35 @@ class KafkaMember:
         """Join the group."""
         self._consumer.subscribe(topics=list(self._topics), listener=self._listener)
 
-    async def poll(self, *, most: int, milliseconds: int) -> Mapping[TopicPartition, Sequence[Any]]:
-        """Records that have come, waited for at most so long. Raises ``UnreadableRecord``."""
+    async def poll(
+        self, *partitions: TopicPartition, most: int | None, milliseconds: int
+    ) -> Mapping[TopicPartition, Sequence[Any]]:
+        """Records that have come, waited for at most so long, of these partitions or of all.
+
+        Whatever it raises, ``UnreadableRecord`` too, records may be lost that it had in hand: seek.
+        """
         try:
             records: Mapping[TopicPartition, Sequence[Any]] = await self._translated(
-                self._consumer.getmany(timeout_ms=milliseconds, max_records=most)
+                self._consumer.getmany(*partitions, timeout_ms=milliseconds, max_records=most)
             )
-        except ValueError:
-            raise UnreadableRecord(await self._unreadable()) from None  # without its cause: it carries the bytes
+        except UnicodeDecodeError:
+            raise UnreadableRecord from None  # without its cause, which carries the bytes
         return records
 
-    async def seek(self, partition: TopicPartition, offset: int) -> None:
-        """Go on at an offset."""
-        self._consumer.seek(partition, offset)
+    def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Go on at these offsets."""
+        with contextlib.suppress(errors.IllegalStateError):  # the partition is another's by now
+            for partition, offset in offsets.items():
+                self._consumer.seek(partition, offset)
 
-    async def seek_to_beginning(self, partition: TopicPartition) -> None:
-        """Go on at the first record that there is."""
-        await self._translated(self._consumer.seek_to_beginning(partition))
+    async def fetch_batch(self, partition: TopicPartition, offset: int) -> RawBatch:
+        """The batch that holds an offset, read by other means."""
+        return await fetch_batch(self._consumer._client, partition, offset)
+
+    async def beginning_of(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, int]:
+        """The offsets of the first records that there are."""
+        found: Mapping[TopicPartition, int] = await self._translated(self._consumer.beginning_offsets(list(partitions)))
+        return found
 
     async def end_of(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, int]:
         """The offsets that the next records will have."""
@@ -198,15 +207,6 @@ class KafkaMember:
         with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._consumer.stop()
-
-    async def _unreadable(self) -> TopicPartition:
-        """Which partition it is that cannot be unpacked: the one that fails by itself."""
-        for partition in self._consumer.assignment():
-            try:
-                await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
-            except ValueError:
-                return partition
-        raise TransientError("a record could not be unpacked, and now it can")
 
     async def _translated(self, answer: Awaitable[_T]) -> _T:
         try:

@@ -108,7 +108,7 @@ class MessageStore:
             "store_dead_letter",
             identity.run_key, identity.tenant_id, identity.step, self._holder, consumer,
             record.topic, record.partition, record.offset, datetime.fromtimestamp(record.timestamp / 1000, UTC), event_type,
-            record.key, record.value, [name.encode() for name, _ in record.headers], [value for _, value in record.headers],
+            record.key, record.value, *_headers(record),
             dead.reason, dead.error_class, dead.error_code, attempts,
             *_copied(copy),
         )  # fmt: skip
@@ -161,6 +161,11 @@ def _columns(identities: Sequence[Identity]) -> tuple[list[str], list[str], list
     return [one[0] for one in identities], [one[1] for one in identities], [one[2] for one in identities]
 
 
+def _headers(record: Record) -> tuple[list[bytes], list[bytes | None]]:
+    """Names and values. A name that is not UTF-8 keeps its bytes, as ``raw_fetch`` has read it."""
+    return [name.encode(errors="surrogateescape") for name, _ in record.headers], [value for _, value in record.headers]
+
+
 def _bounds(limit_seconds: float) -> tuple[str, str]:
     milliseconds = str(max(int(limit_seconds * 1000), 1))
     return milliseconds, milliseconds
@@ -174,7 +179,10 @@ def _copied(copy: Copy | None) -> tuple[object, ...]:
 
 
 def _letter(row: Any) -> Letter:
-    headers = tuple((name.decode(), value) for name, value in zip(row["header_names"], row["header_values"], strict=True))
+    headers = tuple(
+        (name.decode(errors="surrogateescape"), value)
+        for name, value in zip(row["header_names"], row["header_values"], strict=True)
+    )
     return Letter(
         redrive=Redrive(row["dead_letter_id"], row["generation"], row["attempts"]),
         identity=Identity(row["run_key"], row["tenant_id"], row["step"]),

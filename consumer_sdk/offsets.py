@@ -10,20 +10,20 @@ __all__ = ["OffsetTracker"]
 
 
 class OffsetTracker:
-    """The window of one partition, from its assignment to its revocation."""
+    """The window of one partition, from its assignment to its revocation. ``start`` is the offset that is read first."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
         self._order: deque[int] = deque()
         self._done: set[int] = set()
-        self._next: int | None = None
+        self.next = start
         self.committed: int | None = None
 
     def receive(self, offset: int) -> bool:
         """A record has arrived. False: it was received before, or comes from before the window; it is not to be handled."""
-        if self._next is not None and offset < self._next:
+        if offset < self.next:
             return False
         self._order.append(offset)
-        self._next = offset + 1
+        self.next = offset + 1
         return True
 
     def finish(self, offset: int) -> None:
@@ -33,9 +33,9 @@ class OffsetTracker:
             self._done.discard(self._order.popleft())
 
     @property
-    def place(self) -> int | None:
-        """The offset to read next after all that is done without a gap; None if nothing was received."""
-        return self._order[0] if self._order else self._next
+    def place(self) -> int:
+        """The offset to read next after all that is done without a gap."""
+        return self._order[0] if self._order else self.next
 
     @property
     def committable(self) -> int | None:
