@@ -22,7 +22,7 @@ from tests.support.runs import Runs
 from tests.support.session import SharedServices
 
 LEASE: Final = timedelta(hours=1)
-WALKS: Final = 25
+WALKS: Final = 20
 STEPS: Final = 80
 HOLDERS: Final = ("w1", "w2")
 FINGERPRINTS: Final = (b"f" * 32, b"f" * 32, b"g" * 32)
@@ -147,7 +147,8 @@ class Pair:
         self._both = (real, memory)
         self._key = new_key()
         self.fences: list[tuple[RunFence, RunFence]] = [(RunFence(None, None, None),) * 2]
-        self.asked: list[tuple[datetime, datetime]] = []
+        # The first is before all questions.
+        self.asked: list[tuple[datetime, datetime]] = [(datetime.now(UTC) - timedelta(days=1),) * 2]
         self.last = "message"
 
     async def fetch(self, name: str, fences: tuple[RunFence, RunFence], *given: Any) -> Sequence[Mapping[str, Any]]:
@@ -212,37 +213,41 @@ def assert_same(real: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
 
 async def step(pair: Pair, choose: random.Random, generation: int) -> str:
     """Do one thing to both, mostly what can change something; what it was."""
-    fences = choose.choice((pair.fences[-1], pair.fences[-1], pair.fences[-1], choose.choice(pair.fences[-3:])))
-    holder = choose.choice(HOLDERS)
     under = choose.choice((generation, generation, generation, generation - 1))
-    fingerprint, window = choose.choice(FINGERPRINTS), choose.choice(WINDOWS)
-    name = choose.choice((*VERBS, *VERBS, "reserve_effect", "send_effect", "finish_effect", "advance"))
+    name = choose.choice((*MOVES, *STATEMENTS, *STATEMENTS, "reserve_effect", "send_effect", "finish_effect"))
     if name == "advance":
         await pair.move("advance", TICK * choose.choice((1, 1, 2, 4, 10)))
-    elif name == "reserve_effect":
-        await pair.fetch(name, fences, holder, HOLD, fingerprint, 1, f"fp_{generation}", window)
-    elif name == "read_effect":
-        await pair.fetch(name, fences, MARGIN, IN_FLIGHT, window)
-    elif name == "send_effect":
-        await pair.fetch(name, fences, under, TIMEOUT)
-    elif name == "finish_effect":
-        state = choose.choice(("unknown", "unknown", "absent", "succeeded", "failed", "applied"))
-        code = "refused" if state == "failed" else None
-        await pair.fetch(name, fences, under, state, b"1" if state == "succeeded" else None, "ch_1", code, code)
-    elif name == "question_effect":
-        await pair.fetch(name, fences, under, MARGIN, holder)
-    elif name == "reconcile_effect" and pair.asked:
-        state = choose.choice(("absent", "absent", "absent", "applied", "failed"))
-        await pair.fetch(
-            name, fences, under, state, b"2" if state == "applied" else None, None, choose.choice(pair.asked[-2:]), IN_FLIGHT
-        )
-    elif name == "record_effect" and choose.random() < 0.1:
-        await pair.fetch(name, fences, holder, fingerprint, 1, "fp_0", b"3")
-    elif name == "resolve" and choose.random() < 0.3:
-        await pair.resolve(choose.choice(("absent", "absent", "applied", "disputed")), under)
     elif name == "lease":
         await lease_step(pair, choose)
+    elif name == "resolve":
+        await pair.resolve(choose.choice(("absent", "absent", "applied", "disputed")), under)
+    else:
+        fences = choose.choice((pair.fences[-1], pair.fences[-1], choose.choice(pair.fences[-3:])))
+        await pair.fetch(name, fences, *given(name, choose, pair, under))
     return name
+
+
+def given(name: str, choose: random.Random, pair: Pair, under: int) -> tuple[Any, ...]:
+    """What a statement is given beside identity and lease."""
+    holder, fingerprint, window = choose.choice(HOLDERS), choose.choice(FINGERPRINTS), choose.choice(WINDOWS)
+    match name:
+        case "reserve_effect":
+            return holder, HOLD, fingerprint, 1, f"fp_{under}", window
+        case "read_effect":
+            return MARGIN, IN_FLIGHT, window
+        case "send_effect":
+            return under, TIMEOUT
+        case "finish_effect":
+            state = choose.choice(("unknown", "unknown", "absent", "succeeded", "failed", "applied"))
+            code = "refused" if state == "failed" else None
+            return under, state, b"1" if state == "succeeded" else None, "ch_1", code, code
+        case "question_effect":
+            return under, MARGIN, holder
+        case "reconcile_effect":
+            state = choose.choice(("absent", "absent", "absent", "applied", "failed"))
+            return under, state, b"2" if state == "applied" else None, None, choose.choice(pair.asked[-2:]), IN_FLIGHT
+        case _:
+            return holder, fingerprint, 1, "fp_0", b"3"
 
 
 async def lease_step(pair: Pair, choose: random.Random) -> None:
@@ -266,8 +271,8 @@ HELD: Final = ("take_over", "take_over", "replay", "lapse", "cancel", "message")
 NEXT: Final = {
     "message": ("lease",), "lease": HELD, "take_over": HELD, "replay": HELD, "lapse": ("take_over", "lease"), "cancel": ("lease",),
 }  # fmt: skip
-VERBS: Final = ("reserve_effect", "read_effect", "send_effect", "finish_effect", "question_effect", "reconcile_effect",
-                "record_effect", "resolve", "advance", "lease")  # fmt: skip
+STATEMENTS: Final = ("reserve_effect", "read_effect", "send_effect", "finish_effect", "question_effect", "reconcile_effect")
+MOVES: Final = ("record_effect", "resolve", "advance", "advance", "advance", "lease", "lease", "lease")
 
 
 async def test_the_ledger_in_memory_answers_as_the_one_on_postgresql_does(shared_url: str) -> None:

@@ -41,19 +41,28 @@ def batch(names: list[str], value: bytes) -> bytes:
     return bytes(built)
 
 
+async def write(kafka: str, topic: str, partition: int, records: bytes) -> None:
+    """Write the bytes as they are. The broker may not have heard yet that it leads a new partition."""
+    client = AIOKafkaClient(bootstrap_servers=kafka)
+    await client.bootstrap()
+
+    async def written() -> bool:
+        answer = await client.send(client.get_random_node(), ProduceRequest(None, -1, 5000, [(topic, [(partition, records)])]))
+        return answer.topics[0][1][0][1] == 0  # type: ignore[no-any-return]
+
+    try:
+        await eventually(written)
+    finally:
+        await client.close()
+
+
 async def test_messages_around_and_with_an_odd_header_name_are_handled_in_order(
     database_url: str, kafka: str, topic: TopicFactory
 ) -> None:
     """Before it in the batch, itself, behind it, and in the next batch; two partitions, of which one has none."""
     name = await topic(partitions=2)
-    client = AIOKafkaClient(bootstrap_servers=kafka)
-    await client.bootstrap()
-    try:
-        for partition, names, value in ((0, ["a", STAND_IN, "b", STAND_IN, "c"], b"1"), (0, ["d"], b"2"), (1, ["e"] * 5, b"3")):
-            node = client.get_random_node()
-            await client.send(node, ProduceRequest(None, -1, 5000, [(name, [(partition, batch(names, value))])]))
-    finally:
-        await client.close()
+    for partition, names, value in ((0, ["a", STAND_IN, "b", STAND_IN, "c"], b"1"), (0, ["d"], b"2"), (1, ["e"] * 5, b"3")):
+        await write(kafka, name, partition, batch(names, value))
     handled: list[tuple[int, int]] = []
     app = MessageHandlers()
 
