@@ -21,6 +21,7 @@ from consumer_sdk.intake import Intake
 from consumer_sdk.message_decision import ENVIRONMENT
 from consumer_sdk.message_store import MessageStore
 from consumer_sdk.offsets import OffsetTracker
+from consumer_sdk.starts import Start
 from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
 
@@ -37,7 +38,7 @@ class Assignment:
 
     def __init__(
         self,
-        starts: Mapping[TopicPartition, int],
+        starts: Mapping[TopicPartition, Start],
         *,
         intake: Intake,
         store: MessageStore,
@@ -51,7 +52,10 @@ class Assignment:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.partitions = frozenset(starts)
-        self._trackers = {partition: OffsetTracker(start) for partition, start in starts.items()}
+        self._trackers = {
+            partition: OffsetTracker(start.offset, suspects=most_messages if start.unclean else 0)
+            for partition, start in starts.items()
+        }
         self._intake = intake
         self._store = store
         self._metrics = metrics
@@ -104,10 +108,11 @@ class Assignment:
             for record in received:
                 if tracker is None:
                     continue
+                suspect = tracker.suspects > 0
                 if not tracker.receive(record.offset):
                     forward = False
                     break
-                arrival = Arrival(record, _size(record), self._finished)
+                arrival = Arrival(record, _size(record), self._finished, suspect)
                 self._unfinished[arrival] = now
                 self.bytes += arrival.size
                 self._arrived.append(arrival)

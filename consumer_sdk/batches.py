@@ -49,7 +49,8 @@ class BatchHandling:
         if not free:
             return
         try:
-            outcomes.update(await self._committed(handler, free))
+            async with await self._handling.with_care(free[0]) as outcome:  # such a message is alone
+                outcomes.update({free[0]: outcome} if outcome else await self._committed(handler, free))
         except InvariantViolated:
             raise
         except TransientError as error:

@@ -32,7 +32,7 @@ from consumer_sdk.message_store import MessageStore
 from consumer_sdk.message_writer import MessageWriter
 from consumer_sdk.redriving import Redriving
 from consumer_sdk.retention_check import retention_problems
-from consumer_sdk.starts import start_of
+from consumer_sdk.starts import Start, note_of, start_of
 from consumer_sdk.tracing import Tracing
 from consumer_sdk.worker_settings import load_worker_settings
 from fencepost import __version__
@@ -55,6 +55,7 @@ _LOOP_STALLED_SECONDS: Final = 30.0
 _MEASURE_SECONDS: Final = 5.0
 _MAINTAIN_SECONDS: Final = 30.0
 _FORGET_MOST: Final = 1_000
+_TRIALS_REMEMBERED: Final = timedelta(days=7)
 _WAITING_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 1_000
 _MOST_FRAMES: Final = 12
@@ -404,7 +405,7 @@ class Consumer:
         ended = await assignment.close(self._settings.consumer_rebalance_grace_seconds)
         _log.info("partitions_revoked", partitions=len(assignment.partitions), ended=ended)
         try:
-            await self._commit(assignment)
+            await self._commit(assignment, held=not ended)
         except TransientError as error:
             _log.warning("commit_failed", error=str(error), consequence="finished messages are delivered again, as duplicates")
         except ConfigurationError as error:
@@ -419,7 +420,14 @@ class Consumer:
         starts = await self._starts(partitions)
         if self._assigned is not partitions:
             return
-        self._member.seek(starts)
+        offsets = {partition: start.offset for partition, start in starts.items()}
+        # Held from now on; and a group that begins at the end does not pass over what comes before its next assignment.
+        if not await self._member.commit({one: (offset, self._note(one, held=True)) for one, offset in offsets.items()}):
+            await asyncio.sleep(_FAULT_PAUSE_SECONDS)
+            return
+        if self._assigned is not partitions:
+            return
+        self._member.seek(offsets)
         self._ahead = set()
         settings = self._settings
         self._assignment = Assignment(
@@ -436,13 +444,13 @@ class Consumer:
             failed=self._fail,
         )
 
-    async def _starts(self, partitions: frozenset[TopicPartition]) -> Mapping[TopicPartition, int]:
+    async def _starts(self, partitions: frozenset[TopicPartition]) -> Mapping[TopicPartition, Start]:
         committed = await self._member.committed(partitions)
         beginnings, ends = await self._member.beginning_of(partitions), await self._member.end_of(partitions)
         starts = {
             partition: start_of(
                 committed=committed.get(partition),
-                incarnation=self._told(partition),
+                incarnation=self._topic_id(partition),
                 beginning=beginnings[partition],
                 end=ends[partition],
                 reset=self._settings.consumer_offset_reset,
@@ -453,7 +461,7 @@ class Consumer:
             if start.surprise is not None:
                 told = {"topic": partition.topic, "partition": partition.partition, "offset": start.offset}
                 _log.warning("offset_unexpected", surprise=start.surprise, **told)
-        return {partition: start.offset for partition, start in starts.items()}
+        return starts
 
     async def _start_over(self, reason: str) -> None:
         """The topics are not what they were: forget what is in memory and begin anew, without a rebalance."""
@@ -462,10 +470,11 @@ class Consumer:
         if assignment is not None:
             await assignment.close(0)
 
-    def _told(self, partition: TopicPartition) -> str:
-        """What is committed beside an offset: the topic's id, since offsets mean nothing in another incarnation of the topic."""
-        incarnation = self._incarnations.get(partition.topic)
-        return "" if incarnation is None else str(incarnation.topic_id)
+    def _topic_id(self, partition: TopicPartition) -> str:
+        return str(self._incarnations[partition.topic].topic_id)
+
+    def _note(self, partition: TopicPartition, *, held: bool) -> str:
+        return note_of(self._topic_id(partition), held=held)
 
     # Committing
 
@@ -480,12 +489,13 @@ class Consumer:
                 self._metrics.commit("failed")
                 _log.warning("commit_failed", error=str(error))
 
-    async def _commit(self, assignment: Assignment) -> None:
-        offsets = assignment.committable()
+    async def _commit(self, assignment: Assignment, *, held: bool = True) -> None:
+        """Commit what is done. Not ``held``: the partitions are let go of in order, which is said even where nothing was done."""
+        offsets = assignment.committable() if held else assignment.places()
         if not offsets:
             return
         committed: dict[TopicPartition, Committed] = {
-            partition: (offset, self._told(partition)) for partition, offset in offsets.items()
+            partition: (offset, self._note(partition, held=held)) for partition, offset in offsets.items()
         }
         if await self._member.commit(committed):
             assignment.committed(offsets)
@@ -551,6 +561,7 @@ class Consumer:
                 _log.warning("maintenance_failed", error=str(error))
 
     async def _forget(self) -> None:
+        await self._store.forget_trials(_TRIALS_REMEMBERED, limit=_FORGET_MOST)
         if not (days := self._settings.ledger_retention_days):
             return
         retention = timedelta(days=days)
@@ -573,7 +584,7 @@ class Consumer:
             ended = await assignment.close(grace)
             self.left_behind = 0 if ended else assignment.messages
             try:
-                await self._commit(assignment)
+                await self._commit(assignment, held=not ended)
             except TransientError as error:
                 _log.warning("commit_failed", error=str(error), consequence="finished messages are delivered again, as duplicates")
         await asyncio.wait([redrives], timeout=max(ends_at - lease_clock(), 0.1))

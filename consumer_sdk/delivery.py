@@ -36,6 +36,7 @@ class Arrival:
     record: Record
     size: int
     finished: "Callable[[Arrival], None]"
+    suspect: bool = False
     left: int = 1
 
     def done(self) -> None:
@@ -55,7 +56,8 @@ class Redrive(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """``attempts`` are those spent, ``postponed`` the retries that spent none. ``handler`` None: it is refused, for ``refusal``."""
+    """``attempts`` are those spent, ``postponed`` the retries that spent none. ``handler`` None: it is refused, for ``refusal``.
+    ``suspect``: it may have ended the process that handled it before."""
 
     record: Record
     message: Message[Any] | None
@@ -64,10 +66,16 @@ class Delivery:
     arrival: Arrival | None
     refusal: Refusal | None = None
     redrive: Redrive | None = None
+    suspect: bool = False
     attempts: int = 0
     postponed: int = 0
     delay_seconds: float | None = None
     first_tried_at: float | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is to be in no batch with others: it has failed before, or may fail in a way that fails them."""
+        return self.suspect or self.attempts > 0 or self.redrive is not None
 
     @property
     def type(self) -> str | None:

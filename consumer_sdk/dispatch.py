@@ -137,7 +137,7 @@ class Dispatcher:
         gathered: list[tuple[_Lane, list[Delivery]]] = []
         waiting, room = self._batches[handler], handler.batch
         while waiting and room > 0:
-            alone = waiting[0].queue[0].attempts > 0
+            alone = waiting[0].queue[0].is_apart
             if alone and gathered:
                 break
             lane = waiting.popleft()
@@ -166,7 +166,7 @@ class Dispatcher:
 def _head(lane: _Lane, handler: MessageHandler, most: int) -> list[Delivery]:
     taken: list[Delivery] = []
     for delivery in lane.queue:
-        if len(taken) == most or delivery.handler is not handler or (taken and delivery.attempts):
+        if len(taken) == most or delivery.handler is not handler or (taken and delivery.is_apart):
             break
         taken.append(delivery)
     return taken

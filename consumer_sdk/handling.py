@@ -1,6 +1,8 @@
 """Handles one message: runs its handler within limits, and has the outcome recorded before anybody hears of it."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final, cast
 
 import structlog
@@ -55,6 +57,7 @@ class Handling:
         self._tracing = tracing
         self._metrics = metrics
         self._stopping = stopping
+        self._alone = asyncio.Lock()
 
     async def handle(self, delivery: Delivery) -> Outcome:
         """Try once. A message that was tried before is looked up first: it may have been handled after all."""
@@ -65,11 +68,29 @@ class Handling:
                 return await self._given_up(delivery, Dead(*delivery.refusal))
             if (delivery.postponed or delivery.attempts) and await self._is_known(delivery):
                 return _DUPLICATE
-            return await self._tried(delivery)
+            async with await self.with_care(delivery) as outcome:
+                return outcome or await self._tried(delivery)
         except InvariantViolated:
             raise
         except Exception as error:  # noqa: BLE001 - a boundary: whatever a handler or a driver raises is told by its class
             return await self.failed(delivery, error)
+
+    async def with_care(self, delivery: Delivery) -> AbstractAsyncContextManager[Outcome | None]:
+        """What is done about a message that may end the process: it is counted before it is begun, from the second time on it is
+        handled apart from all others of its kind, so that none is blamed for another, and in the end it is given up."""
+        if not delivery.suspect:
+            return nullcontext()
+        return self._apart(delivery, await self._writer.store.begin_trial(delivery.identity))
+
+    @asynccontextmanager
+    async def _apart(self, delivery: Delivery, trials: int) -> AsyncIterator[Outcome | None]:
+        assert delivery.handler is not None
+        delivery.suspect = False  # of this process's retries none is begun anew
+        if trials > delivery.handler.attempts:
+            yield await self.settled(delivery, Dead("attempts_exhausted", "consumer_sdk.ProcessEnded", "process_ended"))
+            return
+        async with self._alone if trials > 1 else nullcontext():
+            yield None
 
     async def failed(self, delivery: Delivery, error: Exception) -> Outcome:
         """What an attempt's error comes to."""

@@ -82,6 +82,7 @@ class Intake:
             identity=identity,
             arrival=arrival,
             refusal=refusal,
+            suspect=arrival is not None and arrival.suspect,
         )
 
     def _value(self, record: Record, message: Message[None], handler: MessageHandler) -> tuple[object, Refusal | None]:

@@ -142,6 +142,15 @@ class MessageStore:
         """A redrive is given back. False: it is no longer in this hand."""
         return bool(await self._fetch("release_redrive", *redrive[:2]))
 
+    async def begin_trial(self, identity: Identity) -> int:
+        """A message is begun that may have ended a process; how often it was, this time included."""
+        trials: int = (await self._fetch("begin_trial", *identity))[0]["trials"]
+        return trials
+
+    async def forget_trials(self, age: timedelta, *, limit: int) -> int:
+        """Delete trials of long ago; how many."""
+        return len(await self._fetch("forget_trials", age, limit))
+
     async def oldest_remembered(self, retention: timedelta) -> datetime:
         """Up to when a ledger of that retention remembers."""
         oldest: datetime = (await self._fetch("oldest_remembered", retention))[0]["oldest"]

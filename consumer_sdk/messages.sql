@@ -79,6 +79,20 @@ UPDATE fencepost.dead_letters AS d SET holder = NULL, held_until = NULL
 WHERE d.dead_letter_id = $1 AND d.generation = $2 AND d.state = 'redriving'
 RETURNING d.dead_letter_id;
 
+-- name: begin_trial
+-- A message is begun ($1 run key, $2 tenant, $3 step) that may have ended the process which handled it before. How often it was.
+INSERT INTO fencepost.message_trials AS t (run_key, tenant_id, step) VALUES ($1, $2, $3)
+ON CONFLICT (run_key, tenant_id, step) DO UPDATE SET trials = t.trials + 1, begun_at = clock_timestamp()
+RETURNING t.trials;
+
+-- name: forget_trials
+-- Delete up to $2 trials begun longer than $1 ago.
+DELETE FROM fencepost.message_trials AS t
+USING (SELECT c.run_key, c.tenant_id, c.step FROM fencepost.message_trials AS c WHERE c.begun_at < clock_timestamp() - $1::interval
+       ORDER BY c.begun_at LIMIT $2 FOR UPDATE SKIP LOCKED) AS old
+WHERE t.run_key = old.run_key AND t.tenant_id = old.tenant_id AND t.step = old.step
+RETURNING t.trials;
+
 -- name: oldest_remembered
 -- Up to when the ledger remembers, if it remembers for $1: an older message may have been handled and forgotten.
 SELECT clock_timestamp() - $1::interval AS oldest;

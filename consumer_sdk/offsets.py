@@ -10,12 +10,14 @@ __all__ = ["OffsetTracker"]
 
 
 class OffsetTracker:
-    """The window of one partition, from its assignment to its revocation. ``start`` is the offset that is read first."""
+    """The window of one partition, from its assignment to its revocation. ``start`` is the offset that is read first.
+    ``suspects``: so many records from there may have ended the process that held them before."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, *, suspects: int = 0) -> None:
         self._order: deque[int] = deque()
         self._done: set[int] = set()
         self.next = start
+        self.suspects = suspects
         self.committed: int | None = None
 
     def receive(self, offset: int) -> bool:
@@ -24,6 +26,7 @@ class OffsetTracker:
             return False
         self._order.append(offset)
         self.next = offset + 1
+        self.suspects = max(self.suspects - 1, 0)
         return True
 
     def finish(self, offset: int) -> None:

@@ -1,32 +1,47 @@
-"""Where a partition is read from when it is assigned. Pure."""
+"""Where a partition is read from when it is assigned, and what is said beside an offset that is committed. Pure.
 
-from typing import Literal, NamedTuple
+Beside each offset stands the topic's id, since offsets mean nothing in another incarnation of the topic, and whether the partition
+was still held: after a process that did not let go of it, its messages are handled with care, since one may have been the reason.
+"""
 
-__all__ = ["Start", "start_of"]
+from typing import Final, Literal, NamedTuple
+
+__all__ = ["Start", "note_of", "start_of"]
+
+_HELD: Final = "held"
+_LEFT: Final = "left"
 
 
 class Start(NamedTuple):
-    """``surprise`` says why it is not where the group has left off."""
+    """``unclean``: whoever had the partition has not let go of it. ``surprise`` says why it is not where the group has left off."""
 
     offset: int
+    unclean: bool = False
     surprise: str | None = None
+
+
+def note_of(incarnation: str, *, held: bool) -> str:
+    """What is committed beside an offset."""
+    return f"{incarnation} {_HELD if held else _LEFT}"
 
 
 def start_of(
     *, committed: tuple[int, str] | None, incarnation: str, beginning: int, end: int, reset: Literal["earliest", "latest"]
 ) -> Start:
-    """``committed``: the group's offset and what was kept beside it, which is the topic's id; None if it has none yet.
+    """``committed``: the group's offset and what was kept beside it; None if it has none yet.
 
-    An offset of another incarnation of the topic means nothing: all that is there is new. One beyond the end is of a log that was
-    cut; what is there may be new, and what was handled is known to the ledger.
+    Where the topic was made anew, all that is there is new. An offset beyond the end is of a log that was cut: what is there may
+    be new, and what was handled is known to the ledger. A note of another's making says nothing.
     """
     if committed is None:
         return Start(end if reset == "latest" else beginning)
-    offset, told = committed
-    if told and told != incarnation:
-        return Start(beginning, "the topic was made anew")
+    offset, note = committed
+    told, _, state = note.partition(" ")
+    if state in {_HELD, _LEFT} and told != incarnation:
+        return Start(beginning, surprise="the topic was made anew")
+    unclean = state == _HELD
     if offset > end:
-        return Start(beginning, "the offset is beyond the partition's end")
+        return Start(beginning, unclean, "the offset is beyond the partition's end")
     if offset < beginning:
-        return Start(beginning, "messages were deleted before they were handled")
-    return Start(offset)
+        return Start(beginning, unclean, "messages were deleted before they were handled")
+    return Start(offset, unclean)

@@ -65,6 +65,18 @@ CREATE TABLE fencepost.dead_letters (
 CREATE INDEX dead_letters_open_idx ON fencepost.dead_letters (consumer, dead_letter_id) WHERE state IN ('dead', 'redriving');
 CREATE INDEX dead_letters_redriving_idx ON fencepost.dead_letters (consumer, dead_letter_id) WHERE state = 'redriving';
 
+-- Messages that may have ended the process which handled them, and how often they were begun since. A message that kills its consumer
+-- has no error to be counted by: it is counted before.
+CREATE TABLE fencepost.message_trials (
+    run_key   text        COLLATE "C" NOT NULL,
+    tenant_id text        COLLATE "C" NOT NULL,
+    step      text        COLLATE "C" NOT NULL,
+    trials    integer     NOT NULL DEFAULT 1,
+    begun_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT message_trials_pkey PRIMARY KEY (run_key, tenant_id, step)
+);
+CREATE INDEX message_trials_age_idx ON fencepost.message_trials (begun_at);
+
 -- Gives a message up: its outcome, the dead letter and the outbox row that publishes it, in one transaction. Null: the message has an
 -- outcome already, and nothing was changed. The published copy is bounded by the outbox; the table keeps the whole.
 CREATE FUNCTION fencepost.store_dead_letter(
@@ -184,3 +196,5 @@ GRANT SELECT ON fencepost.dead_letters TO fencepost_operator, fencepost_consumer
 GRANT UPDATE (reason, error_class, error_code, attempts, state, generation, holder, held_until, changed_at)
     ON fencepost.dead_letters TO fencepost_consumer;
 GRANT DELETE ON fencepost.effects TO fencepost_consumer;
+GRANT SELECT ON fencepost.message_trials TO fencepost_operator;
+GRANT SELECT, INSERT, UPDATE, DELETE ON fencepost.message_trials TO fencepost_consumer;
