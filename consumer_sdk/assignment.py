@@ -17,6 +17,7 @@ from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Arrival, Dead, Delivery, Done, Outcome
 from consumer_sdk.dispatch import Dispatcher
 from consumer_sdk.handling import Handling
+from consumer_sdk.identity import Identity
 from consumer_sdk.intake import Intake
 from consumer_sdk.message_decision import ENVIRONMENT
 from consumer_sdk.message_store import MessageStore
@@ -29,8 +30,11 @@ __all__ = ["Assignment"]
 
 _log = structlog.get_logger(__name__)
 
-_SORTED_AT_ONCE: Final = 1_000
+_SORTED_AT_ONCE: Final = 500
+_OVERHEAD_BYTES: Final = 500
 _CANCEL_SECONDS: Final = 5.0
+# What a record is thought to need before any was seen.
+_FIRST_GUESS_BYTES: Final = 65_536
 
 
 class Assignment:
@@ -72,8 +76,11 @@ class Assignment:
         )
         self._arrived: deque[Arrival] = deque()
         self._unfinished: dict[Arrival, float] = {}
+        self._underway: set[Identity] = set()
+        # A batch's own transaction tells duplicates; asking before is cheaper while most are known, as after offsets were set back.
+        self._ask_all = True
         self._sorter: asyncio.Task[None] | None = None
-        self._largest = 1
+        self._largest = _FIRST_GUESS_BYTES
         self.bytes = 0
         self.room = asyncio.Event()
         self.room.set()
@@ -105,6 +112,7 @@ class Assignment:
         now, forward = lease_clock(), True
         for partition, received in records.items():
             tracker = self._trackers.get(partition)
+            self._largest = max(self._largest * 9 // 10, 1)
             for record in received:
                 if tracker is None:
                     continue
@@ -114,10 +122,9 @@ class Assignment:
                     break
                 arrival = Arrival(record, _size(record), self._finished, suspect)
                 self._unfinished[arrival] = now
+                self._largest = max(self._largest, arrival.size)
                 self.bytes += arrival.size
                 self._arrived.append(arrival)
-            if received:
-                self._largest = max(*(_size(record) for record in received), self._largest * 9 // 10, 1)
         self._mind_room()
         if self._arrived and (self._sorter is None or self._sorter.done()):
             self._sorter = asyncio.create_task(self._sort())
@@ -168,8 +175,8 @@ class Assignment:
         waited = 0
         while self._arrived:
             arrivals = [self._arrived[place] for place in range(min(len(self._arrived), _SORTED_AT_ONCE))]
-            deliveries = [one for arrival in arrivals for one in self._intake.deliveries(arrival.record, arrival)]
-            asked = [one for one in deliveries if one.handler is not None and not one.handler.batch]
+            deliveries = [one for arrival in arrivals for one in self._intake.identified(arrival.record, arrival)]
+            asked = [one for one in deliveries if one.handler is not None and (self._ask_all or not one.handler.batch)]
             while True:
                 try:
                     known = await self._store.known([one.identity for one in asked]) if asked else frozenset()
@@ -183,14 +190,21 @@ class Assignment:
             duplicates = {asked[place] for place in known}
             for _ in arrivals:
                 self._arrived.popleft()
+            self._ask_all = 2 * len(known) > len(asked)
             for delivery in deliveries:
                 if delivery in duplicates:
                     self._settled(delivery, Done("duplicate"))
                 else:
-                    self._dispatcher.add(lane_of(delivery), delivery)
+                    self._add(delivery)
             if self._intake.ignored:
                 self._metrics.message(None, "ignored", self._intake.ignored)
                 self._intake.ignored = 0
+
+    def _add(self, delivery: Delivery) -> None:
+        self._intake.validate(delivery)
+        delivery.doubtful = delivery.identity in self._underway
+        self._underway.add(delivery.identity)
+        self._dispatcher.add(lane_of(delivery), delivery)
 
     def _sorted(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -200,6 +214,7 @@ class Assignment:
         if isinstance(outcome, Again):
             self._metrics.message(delivery.type, "retried" if outcome.spent else "postponed")
             return
+        self._underway.discard(delivery.identity)
         self._metrics.message(delivery.type, "dead" if isinstance(outcome, Dead) else outcome.outcome)
         if delivery.arrival is not None:
             delivery.arrival.done()
@@ -221,5 +236,7 @@ class Assignment:
 
 def _size(record: Any) -> int:
     """Bytes of a record, with what Python needs around it."""
-    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
-    return 500 + len(record.key or b"") + len(record.value or b"") + headers
+    size = _OVERHEAD_BYTES + len(record.key or b"") + len(record.value or b"")
+    for name, value in record.headers:
+        size += len(name) + (0 if value is None else len(value))
+    return size

@@ -417,17 +417,15 @@ class Consumer:
         if days := self._settings.ledger_retention_days:
             with contextlib.suppress(TransientError):
                 self._intake.remember_from(await self._store.oldest_remembered(timedelta(days=days)))
-        starts = await self._starts(partitions)
+        starts = await self._starts(partitions) if partitions else {}
         if self._assigned is not partitions:
             return
-        offsets = {partition: start.offset for partition, start in starts.items()}
-        # Held from now on; and a group that begins at the end does not pass over what comes before its next assignment.
-        if not await self._member.commit({one: (offset, self._note(one, held=True)) for one, offset in offsets.items()}):
+        if starts and not await self._held(starts):
             await asyncio.sleep(_FAULT_PAUSE_SECONDS)
             return
         if self._assigned is not partitions:
             return
-        self._member.seek(offsets)
+        self._member.seek({partition: start.offset for partition, start in starts.items()})
         self._ahead = set()
         settings = self._settings
         self._assignment = Assignment(
@@ -443,6 +441,12 @@ class Consumer:
             metrics=self._metrics,
             failed=self._fail,
         )
+
+    async def _held(self, starts: Mapping[TopicPartition, Start]) -> bool:
+        """Say that the partitions are held from now on. It also commits where a group begins that begins at the end: the next
+        assignment must not pass over what came since."""
+        offsets = {partition: (start.offset, self._note(partition, held=True)) for partition, start in starts.items()}
+        return await self._member.commit(offsets)
 
     async def _starts(self, partitions: frozenset[TopicPartition]) -> Mapping[TopicPartition, Start]:
         committed = await self._member.committed(partitions)

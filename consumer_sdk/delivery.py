@@ -57,7 +57,7 @@ class Redrive(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Delivery:
     """``attempts`` are those spent, ``postponed`` the retries that spent none. ``handler`` None: it is refused, for ``refusal``.
-    ``suspect``: it may have ended the process that handled it before."""
+    ``suspect``: it may have ended the process that handled it before; ``doubtful``: another delivery of it was on its way here."""
 
     record: Record
     message: Message[Any] | None
@@ -67,6 +67,7 @@ class Delivery:
     refusal: Refusal | None = None
     redrive: Redrive | None = None
     suspect: bool = False
+    doubtful: bool = False
     attempts: int = 0
     postponed: int = 0
     delay_seconds: float | None = None

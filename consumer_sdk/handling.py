@@ -66,7 +66,7 @@ class Handling:
         try:
             if delivery.refusal is not None:
                 return await self._given_up(delivery, Dead(*delivery.refusal))
-            if (delivery.postponed or delivery.attempts) and await self._is_known(delivery):
+            if (delivery.postponed or delivery.attempts or delivery.doubtful) and await self._is_known(delivery):
                 return _DUPLICATE
             async with await self.with_care(delivery) as outcome:
                 return outcome or await self._tried(delivery)

@@ -38,7 +38,25 @@ class Intake:
         self._oldest_ms = None if oldest is None else int(oldest.timestamp() * 1000)
 
     def deliveries(self, record: Record, arrival: Arrival | None) -> Sequence[Delivery]:
-        """One delivery a handler; one with a refusal where there is none; nothing for a type that is ignored."""
+        """One delivery a handler, ready for it; one with a refusal where there is none; nothing for a type that is ignored."""
+        deliveries = self.identified(record, arrival)
+        for delivery in deliveries:
+            self.validate(delivery)
+        return deliveries
+
+    def validate(self, delivery: Delivery) -> None:
+        """Read the payload as the handler's model; a refusal where that cannot be."""
+        message, handler = delivery.message, delivery.handler
+        if message is None or handler is None:
+            return
+        value, refusal = self._value(delivery.record, message, handler)
+        if refusal is not None:
+            delivery.refusal, delivery.handler = refusal, None
+        elif value is not None:
+            delivery.message = message.with_value(value)
+
+    def identified(self, record: Record, arrival: Arrival | None) -> Sequence[Delivery]:
+        """The same before payloads are validated, which is not worth its time for a message that was handled before."""
         try:
             message = self._handlers.adapter_of(record.topic)(record)
         except NotAMessage:
@@ -73,15 +91,12 @@ class Intake:
         step = self._steps.get(handler)
         if step is None:
             step = self._steps[handler] = step_key(self._consumer, handler.step)
-        identity = Identity(self._run_key(record, message), message.tenant_id or "", step)
-        value, refusal = self._value(record, message, handler)
         return Delivery(
             record=record,
-            message=message if value is None else message.with_value(value),
-            handler=None if refusal else handler,
-            identity=identity,
+            message=message,
+            handler=handler,
+            identity=Identity(self._run_key(record, message), message.tenant_id or "", step),
             arrival=arrival,
-            refusal=refusal,
             suspect=arrival is not None and arrival.suspect,
         )
 

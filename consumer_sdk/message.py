@@ -5,10 +5,11 @@ Other forms of a record become messages through ``consumer_sdk.adapters``, which
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fencepost.errors import PermanentError
@@ -141,8 +142,10 @@ def header_values(record: Record, *, identifying: Collection[str] = ()) -> dict[
     what the message is. Trace context is no part of that, and whoever passes a record on may add its own.
     """
     values: dict[str, bytes] = {}
-    for name, value in _given(record):
-        if values.get(name, value) != value and (name.startswith(CE_PREFIX) or name in _ONCE or name in identifying):
+    for name, value in record.headers:
+        if value is None:
+            continue
+        if name in values and values[name] != value and (name.startswith(CE_PREFIX) or name in _ONCE or name in identifying):
             raise NotAMessage(f"{place(record)}: the header {name} is given twice, with different values")
         values[name] = value
     return values
@@ -184,7 +187,7 @@ def read_message(record: Record, values: Mapping[str, bytes], *, payload: bytes 
         tracestate=attributes.first_readable(TRACESTATE, CE_PREFIX + TRACESTATE),
         key=record.key,
         payload=payload,
-        headers=tuple((name, value) for name, value in _given(record) if not _is_reserved(name)),
+        headers=tuple([(name, value) for name, value in record.headers if value is not None and not _is_reserved(name)]),
         value=None,
     )
 
@@ -206,13 +209,14 @@ class _Attributes:
 
     def read(self, name: str, parse: Callable[[str], Value]) -> Value | None:
         """The attribute, or None when the record has none."""
-        return self.required(name, parse) if name in self.values else None
+        return None if name not in self.values else self.required(name, parse)
 
     def first_readable(self, *names: str) -> str | None:
         """The first of these that there is and that is text."""
         for name in names:
-            with suppress(KeyError, ValueError):
-                return _text(self.values[name].decode())
+            if name in self.values:
+                with suppress(ValueError):
+                    return _text(self.values[name].decode())
         return None
 
 
@@ -224,7 +228,7 @@ def _text(text: str) -> str:
 
 def _name(text: str) -> str:
     # Parts of identities, which are columns and keys: the limits of the outbox.
-    if not 1 <= len(text.encode()) <= MAX_ATTRIBUTE_BYTES:
+    if not 1 <= len(text) <= MAX_ATTRIBUTE_BYTES or (not text.isascii() and len(text.encode()) > MAX_ATTRIBUTE_BYTES):
         raise ValueError(f"a name has 1 to {MAX_ATTRIBUTE_BYTES} bytes")
     return _text(text)
 
@@ -261,10 +265,7 @@ def _schema_version(text: str) -> int:
     return number
 
 
-def _given(record: Record) -> Iterable[tuple[str, bytes]]:
-    return ((name, value) for name, value in record.headers if value is not None)
-
-
+@lru_cache(maxsize=1_000)
 def _is_reserved(name: str) -> bool:
     lowered = name.lower()
     return lowered in RESERVED_HEADERS or lowered.startswith(RESERVED_HEADER_PREFIXES)

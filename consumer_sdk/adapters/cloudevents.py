@@ -8,6 +8,7 @@ event without data has the payload None. Attributes that Fencepost has no name f
 
 import base64
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 from consumer_sdk.adapters.json_members import Member, json_members
@@ -50,7 +51,8 @@ def cloud_events(record: Record) -> Message[None]:
     values = header_values(record)
     form, charset = _media_type(values.get(CONTENT_TYPE, b""))
     if not form.startswith(_ANY_FORMAT):
-        return Message.from_record(record)
+        require(record, values, mode="binary")
+        return read_message(record, values, payload=record.value)
     if form != _JSON_FORMAT or charset not in _UTF_8:
         raise NotAMessage(f"{place(record)}: a CloudEvent of a format that is not read; {_JSON_FORMAT} in UTF-8 is")
     return _structured(record, values)
@@ -117,6 +119,7 @@ def _data(members: Mapping[str, Member]) -> bytes:
     return data.value.encode()
 
 
+@lru_cache(maxsize=256)
 def _media_type(header: bytes) -> tuple[str, str]:
     """Type and charset, both in lower case; the charset is UTF-8 where none is given."""
     form, *parameters = header.decode(errors="replace").lower().split(";")
