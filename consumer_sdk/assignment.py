@@ -30,7 +30,9 @@ __all__ = ["Assignment"]
 
 _log = structlog.get_logger(__name__)
 
-_SORTED_AT_ONCE: Final = 500
+# Handlers wait while messages are sorted; while nearly all are known, there are no handlers to wait.
+_SORTED_AT_ONCE: Final = 100
+_ASKED_AT_ONCE: Final = 500
 _OVERHEAD_BYTES: Final = 500
 _CANCEL_SECONDS: Final = 5.0
 # What a record is thought to need before any was seen.
@@ -174,7 +176,8 @@ class Assignment:
         """Give records to their lanes, in order; those that were handled before go no further."""
         waited = 0
         while self._arrived:
-            arrivals = [self._arrived[place] for place in range(min(len(self._arrived), _SORTED_AT_ONCE))]
+            most = _ASKED_AT_ONCE if self._ask_all else _SORTED_AT_ONCE
+            arrivals = [self._arrived[place] for place in range(min(len(self._arrived), most))]
             deliveries = [one for arrival in arrivals for one in self._intake.identified(arrival.record, arrival)]
             asked = [one for one in deliveries if one.handler is not None and (self._ask_all or not one.handler.batch)]
             while True:

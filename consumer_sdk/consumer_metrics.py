@@ -83,6 +83,7 @@ class ConsumerMetrics:
         for known in (*types, _OTHER):
             for outcome in _OUTCOMES:
                 self._series[known, outcome] = self._messages.labels(known, outcome)
+        self._attempts = {known: self._seconds.labels(known) for known in types}
         for reason in DEAD_REASONS:
             self._dead.labels(reason)
         for outcome in _COMMITS:
@@ -109,7 +110,7 @@ class ConsumerMetrics:
 
     @guarded
     def attempt(self, type: str, seconds: float) -> None:  # noqa: A002 - the word of CloudEvents
-        self._seconds.labels(type).observe(max(seconds, 0.0))
+        self._attempts[type].observe(max(seconds, 0.0))
 
     @guarded
     def batch(self, messages: int) -> None:

@@ -123,7 +123,7 @@ class Handling:
         state = DeliveryState(
             delivery,
             effect_run=delivery.identity.run_key if message.run_id is None else message.run_id,
-            effect_step=step_key(self._consumer, handler.step, message),
+            effect_step=delivery.identity.step if message.run_id is None else step_key(self._consumer, handler.step, message),
             stopping=self._stopping,
         )
         began = lease_clock()

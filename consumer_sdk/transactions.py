@@ -8,7 +8,7 @@ from typing import Final, cast
 import asyncpg
 
 from consumer_sdk.classification import Ambiguous
-from fencepost.database import translated
+from fencepost.database import keep_nothing, translated
 from fencepost.errors import TransientError
 
 __all__ = ["Transactions"]
@@ -31,14 +31,14 @@ class Transactions:
     async def begin(self, *, bounded: bool = True) -> AsyncIterator[asyncpg.Connection]:
         """A connection with a transaction begun. ``bounded`` False: the caller's first statement sets the bounds, and saves a round
         trip. Raises ``Ambiguous`` for a COMMIT without an answer, ``TransientError`` where nothing was committed."""
-        pool = await self._opened()
+        pool = self._pool or await self._opened()
         async with translated("transaction", role=self._role):
-            connection = await pool.acquire(timeout=self._limit)
+            connection = await pool.acquire()  # connecting has a bound of its own, and so has whoever holds one
         try:
             async with _transaction_on(connection, limit_seconds=self._limit if bounded else None):
                 yield cast("asyncpg.Connection", connection)
         finally:
-            await pool.release(connection, timeout=self._limit)
+            await pool.release(connection)
 
     def close(self) -> None:
         """Cut the connections; what was open on them is undone."""
@@ -54,6 +54,8 @@ class Transactions:
                         min_size=0,
                         max_size=self._size,
                         timeout=self._limit,
+                        # The driver's own reset costs as much as all the rest. What a handler sets, it sets for its transaction.
+                        reset=keep_nothing,
                         command_timeout=self._limit + _SILENCE_SECONDS,  # a silent network must not hold a slot for ever
                         server_settings={"application_name": "fencepost-handler"},
                     )

@@ -13,7 +13,7 @@ import asyncpg
 
 from fencepost.errors import ConfigurationError, FencepostError, TransientError
 
-__all__ = ["StatementPool", "connecting", "translated"]
+__all__ = ["StatementPool", "connecting", "keep_nothing", "translated"]
 
 # Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
 _TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
@@ -64,7 +64,7 @@ def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Fence
     return None
 
 
-async def _keep_nothing(_connection: asyncpg.Connection) -> None:
+async def keep_nothing(_connection: asyncpg.Connection) -> None:
     """Statements leave no session state behind, so returning a connection to the pool needs no statement."""
 
 
@@ -99,7 +99,7 @@ class StatementPool:
                 max_size=size,
                 timeout=timeout_seconds,
                 init=init,
-                reset=_keep_nothing,
+                reset=keep_nothing,
                 server_settings=dict(server_settings),
             )
         return cls(pool, statements, role=role, timeout_seconds=timeout_seconds)
