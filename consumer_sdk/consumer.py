@@ -186,14 +186,14 @@ class Consumer:
 
     async def _run_parts(self, store: MessageStore, runs: MessageRuns | None) -> None:
         settings = self._settings
-        writer = MessageWriter(
+        writer = MessageWriter.on(
+            settings.database_url.get_secret_value(),
+            concurrency=settings.consumer_concurrency,
+            statement_seconds=settings.consumer_statement_seconds,
             store=store,
             consumer=settings.name,
             holder=self.holder,
-            database_url=settings.database_url.get_secret_value(),
             dead_letter_topic=settings.consumer_dead_letter_topic or None,
-            concurrency=settings.consumer_concurrency,
-            statement_seconds=settings.consumer_statement_seconds,
             reconcilers=self._handlers.reconcilers,
             codec=self._handlers.codec,
             secrets=self._secrets,

@@ -3,16 +3,18 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from consumer_sdk.delivery import Arrival, Delivery, Redrive, Refusal
 from consumer_sdk.evidence import problems_of
 from consumer_sdk.identity import Identity, event_key, place_key, step_key
-from consumer_sdk.incarnation import Incarnation
 from consumer_sdk.message import Message, NotAMessage, Record
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
+
+if TYPE_CHECKING:
+    from consumer_sdk.incarnation import Incarnation
 
 __all__ = ["Intake"]
 
@@ -24,7 +26,9 @@ _NOT_A_MESSAGE: Final = "consumer_sdk.NotAMessage"
 class Intake:
     """``incarnations``: what the topics' names mean now. ``oldest``: up to when the ledger remembers; None: for ever."""
 
-    def __init__(self, handlers: MessageHandlers, *, consumer: str, incarnations: Callable[[], Mapping[str, Incarnation]]) -> None:
+    def __init__(
+        self, handlers: MessageHandlers, *, consumer: str, incarnations: "Callable[[], Mapping[str, Incarnation]]"
+    ) -> None:
         self._handlers = handlers
         self._consumer = consumer
         self._incarnations = incarnations

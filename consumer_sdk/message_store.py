@@ -12,7 +12,7 @@ from consumer_sdk.delivery import Dead, Redrive
 from consumer_sdk.identity import Identity
 from consumer_sdk.message import Record
 from consumer_sdk.run_store import PLANNER, ROLE
-from fencepost.database import StatementPool, translated
+from fencepost.database import StatementPool, Statements
 from fencepost.statements import load_statements
 
 __all__ = ["Copy", "Letter", "MessageStore", "StoredRecord"]
@@ -61,8 +61,9 @@ class Letter:
 class MessageStore:
     """``holder`` is who the rows are written by."""
 
-    def __init__(self, statements: StatementPool, holder: str) -> None:
+    def __init__(self, statements: Statements, holder: str) -> None:
         self._fetch = statements.fetch
+        self._fetch_on = statements.fetch_on
         self._holder = holder
         self.close = statements.close
 
@@ -88,8 +89,9 @@ class MessageStore:
         self, connection: asyncpg.Connection, identities: Sequence[Identity], *, limit_seconds: float
     ) -> frozenset[Identity]:
         """The same as the first statement of a transaction, which it bounds."""
-        async with translated("record_messages", role=ROLE):
-            rows = await connection.fetch(_SQL["record_messages"], *_columns(identities), self._holder, *_bounds(limit_seconds))
+        rows = await self._fetch_on(
+            connection, "record_messages", *_columns(identities), self._holder, *_bounds(limit_seconds)
+        )  # fmt: skip
         return frozenset(Identity(*row) for row in rows)
 
     async def store_dead(
@@ -128,10 +130,9 @@ class MessageStore:
         self, connection: asyncpg.Connection, redrive: Redrive, identity: Identity, *, limit_seconds: float
     ) -> tuple[bool, bool]:
         """The same as the first statement of a transaction: (it is in this hand, nobody had handled it yet)."""
-        async with translated("finish_redrive", role=ROLE):
-            rows = await connection.fetch(
-                _SQL["finish_redrive"], *redrive[:2], *identity, self._holder, *_bounds(limit_seconds)
-            )  # fmt: skip
+        rows = await self._fetch_on(
+            connection, "finish_redrive", *redrive[:2], *identity, self._holder, *_bounds(limit_seconds)
+        )  # fmt: skip
         return rows[0]["ended"], rows[0]["recorded"]
 
     async def fail_redrive(self, redrive: Redrive, dead: Dead) -> bool:

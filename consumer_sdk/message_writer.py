@@ -1,9 +1,9 @@
 """Writes what handlings of messages end in: outcomes in batches, dead letters whole, and the ledger's effects."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from consumer_sdk.batching import Batcher
 from consumer_sdk.codec import PayloadCodec
@@ -19,14 +19,14 @@ from consumer_sdk.message_store import MessageStore
 from consumer_sdk.run_store import ROLE
 from consumer_sdk.transactions import Transactions
 from fencepost.clock import lease_clock
-from fencepost.database import StatementPool
+from fencepost.database import StatementPool, Statements
 from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
 
 if TYPE_CHECKING:
     import asyncpg
 
-__all__ = ["DeliveryState", "MessageWriter"]
+__all__ = ["DeliveryState", "HandlerTransactions", "MessageWriter"]
 
 _Answer = TypeVar("_Answer")
 
@@ -51,19 +51,26 @@ class DeliveryState(HandlingState):
         self.limit_seconds = delivery.handler.attempt_seconds
 
 
+class HandlerTransactions(Protocol):
+    """Transactions for handlers, as ``Transactions`` begins them."""
+
+    def begin(self, *, bounded: bool = True) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
+    def close(self) -> None: ...
+
+
 class MessageWriter:
-    """The writes of one consumer. ``TransientError`` where waiting helps."""
+    """The writes of one consumer. ``TransientError`` where waiting helps. ``open_effects``: the ledger's statements, when they are
+    first asked for."""
 
     def __init__(
         self,
         *,
         store: MessageStore,
+        transactions: HandlerTransactions,
+        open_effects: Callable[[], Awaitable[Statements]],
         consumer: str,
         holder: str,
-        database_url: str,
         dead_letter_topic: str | None,
-        concurrency: int,
-        statement_seconds: float,
         reconcilers: Mapping[str, Reconciler],
         codec: PayloadCodec,
         secrets: Secrets | None,
@@ -72,19 +79,35 @@ class MessageWriter:
         self.store = store
         self._consumer = consumer
         self._holder = holder
-        self._database_url = database_url
         self._dead_letter_topic = dead_letter_topic
-        self._statement_seconds = statement_seconds
-        self._connections = min(concurrency, _MOST_CONNECTIONS)
         self._reconcilers = reconcilers
         self._codec = codec
         self._secrets = secrets
         self._metrics = metrics
-        self._transactions = Transactions(database_url, role=ROLE, size=self._connections + 1, limit_seconds=statement_seconds)
+        self._transactions = transactions
+        self._open_effects = open_effects
         self._recording = Batcher[Identity, bool](self._record_all)
-        self._effects: StatementPool | None = None
+        self._effects: Statements | None = None
         self._ledger: Ledger | None = None
         self._opening = asyncio.Lock()
+
+    @classmethod
+    def on(cls, database_url: str, *, concurrency: int, statement_seconds: float, **given: Any) -> "MessageWriter":
+        """With pools of its own at a database, which open at first use."""
+        connections = min(concurrency, _MOST_CONNECTIONS)
+
+        async def open_effects() -> StatementPool:
+            return await StatementPool.open(
+                database_url,
+                EFFECT_STATEMENTS,
+                role=ROLE,
+                size=connections,
+                timeout_seconds=statement_seconds,
+                server_settings={"application_name": "fencepost-ledger"},
+            )
+
+        transactions = Transactions(database_url, role=ROLE, size=connections + 1, limit_seconds=statement_seconds)
+        return cls(transactions=transactions, open_effects=open_effects, **given)
 
     async def record(self, identity: Identity) -> bool:
         """Record a message as handled. False: it was already."""
@@ -145,14 +168,7 @@ class MessageWriter:
         async with self._opening:
             if self._ledger is None:
                 secrets = self._secrets or Secrets.from_environment()
-                self._effects = await StatementPool.open(
-                    self._database_url,
-                    EFFECT_STATEMENTS,
-                    role=ROLE,
-                    size=self._connections,
-                    timeout_seconds=self._statement_seconds,
-                    server_settings={"application_name": "fencepost-ledger"},
-                )
+                self._effects = await self._open_effects()
                 self._ledger = Ledger(
                     EffectStore(self._effects.fetch, self._holder), secrets, codec=self._codec, count=self._metrics.effect
                 )

@@ -62,7 +62,9 @@ class Redriving:
                 letters = await self._store.claim_redrives(self._consumer, hold_seconds=self._hold_seconds, limit=1)
                 self._answered()
                 for letter in letters:
-                    await self._redrive(letter)
+                    outcome = await self.redrive(letter)
+                    if isinstance(outcome, Again):
+                        await asyncio.sleep(min(outcome.after_seconds, _LOOK_SECONDS))
             except TransientError as error:
                 self._metrics.database_error("redrive")
                 _log.warning("redrive_failed", error=str(error))
@@ -72,7 +74,8 @@ class Redriving:
                     async with asyncio.timeout(_LOOK_SECONDS):
                         await stopping.wait()
 
-    async def _redrive(self, letter: Letter) -> None:
+    async def redrive(self, letter: Letter) -> Outcome:
+        """One attempt at a dead letter in hand, after which it is in no hand any more."""
         try:
             outcome = await self._handled(letter)
         except asyncio.CancelledError:
@@ -87,10 +90,10 @@ class Redriving:
             # Only the environment can have prevented it: an attempt that failed has left it dead.
             self._metrics.redrive("released")
             await self._store.release_redrive(letter.redrive)
-            await asyncio.sleep(min(outcome.after_seconds, _LOOK_SECONDS))
         else:
             self._metrics.redrive("redriven")
             _log.info("redriven", outcome=outcome.outcome, **told)
+        return outcome
 
     async def _handled(self, letter: Letter) -> Outcome:
         delivery = self._intake.redelivery(letter.record, letter.identity, letter.redrive)

@@ -53,7 +53,7 @@ async def create_topic(bootstrap_servers: str, topic: str) -> None:
         await admin.close()
 
 
-def handle(message: Message) -> None:
+def handle(message: Message[None]) -> None:
     print(
         f"{message.topic}/{message.partition}@{message.offset} {message.type} {message.event_id} {message.json()}",
         flush=True,

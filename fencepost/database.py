@@ -7,13 +7,13 @@ else is awaited, and every statement works through a transaction pooler.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import asyncpg
 
 from fencepost.errors import ConfigurationError, FencepostError, TransientError
 
-__all__ = ["StatementPool", "connecting", "keep_nothing", "translated"]
+__all__ = ["StatementPool", "Statements", "connecting", "keep_nothing", "translated"]
 
 # Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
 _TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
@@ -66,6 +66,14 @@ def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Fence
 
 async def keep_nothing(_connection: asyncpg.Connection) -> None:
     """Statements leave no session state behind, so returning a connection to the pool needs no statement."""
+
+
+class Statements(Protocol):
+    """Where named statements run: a pool, or what stands in for one in tests."""
+
+    async def fetch(self, name: str, *arguments: Any) -> Sequence[Any]: ...
+    async def fetch_on(self, connection: Any, name: str, *arguments: Any) -> Sequence[Any]: ...
+    async def close(self) -> None: ...
 
 
 class StatementPool:
@@ -129,3 +137,8 @@ class StatementPool:
                 raise
             finally:
                 await self._pool.release(connection)
+
+    async def fetch_on(self, connection: asyncpg.Connection, name: str, *arguments: object) -> Sequence[Any]:
+        """The same on a connection of the caller's, in its transaction and under its limits."""
+        async with translated(name, role=self._role):
+            return await connection.fetch(self._statements[name], *arguments)

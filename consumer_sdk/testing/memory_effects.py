@@ -53,6 +53,10 @@ class MemoryEffects:
         """All that is known, oldest first."""
         return dict(self._rows)
 
+    def keep(self, key: EffectKey, row: EffectRow) -> None:
+        """Have a row as it is: what a test begins with."""
+        self._rows[key] = row
+
     def resolve(
         self, key: EffectKey, resolution: str, *, generation: int, result: bytes | None = None, reference: str | None = None
     ) -> str:

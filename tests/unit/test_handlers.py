@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from consumer_sdk.handlers import Handler, Handlers
-from consumer_sdk.retry import Retry
 from consumer_sdk.loading import load_object
+from consumer_sdk.retry import Retry
 from fencepost.errors import ConfigurationError
 
 

@@ -48,9 +48,13 @@ def read(without: str = "", **headers: Any) -> Message[None]:
 def test_the_public_surface_is_this() -> None:
     assert consumer_sdk.__all__ == [
         "Absent",
+        "Adapter",
+        "AlreadyHandled",
         "Ambiguous",
         "Applied",
         "CallLimits",
+        "Consumer",
+        "ConsumerSettings",
         "Effect",
         "EffectFailed",
         "EffectMismatch",
@@ -58,15 +62,23 @@ def test_the_public_surface_is_this() -> None:
         "Handlers",
         "LeaseLost",
         "Message",
+        "MessageContext",
+        "MessageHandlers",
         "NotAMessage",
+        "PayloadCodec",
         "Record",
         "Retry",
+        "RetryLater",
         "Retryable",
         "RunContext",
         "Terminal",
         "Worker",
         "WorkerSettings",
+        "cloud_events",
+        "debezium_outbox",
+        "load_consumer_settings",
         "load_worker_settings",
+        "plain_records",
     ]
     assert all(getattr(consumer_sdk, name) for name in consumer_sdk.__all__)
 
