@@ -87,6 +87,7 @@ class RetryLater(Retryable):
         if not 0 <= seconds <= _MOST_LATER_SECONDS:
             raise InvalidInput("seconds", f"must be a number from 0 to {_MOST_LATER_SECONDS}", "say when to try again")
         super().__init__(code, retry_after=math.ceil(seconds))
+        self.seconds = seconds
 
 
 class Terminal(_Stated):

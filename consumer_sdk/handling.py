@@ -13,7 +13,7 @@ from consumer_sdk.delivery import Again, Dead, Delivery, Done, Outcome
 from consumer_sdk.evidence import frames_of
 from consumer_sdk.identity import step_key
 from consumer_sdk.message_context import MessageContext
-from consumer_sdk.message_decision import decide_failure
+from consumer_sdk.message_decision import ENVIRONMENT, decide_failure
 from consumer_sdk.message_handlers import MessageFunction
 from consumer_sdk.message_runs import MessageRuns
 from consumer_sdk.message_writer import DeliveryState, MessageWriter
@@ -65,7 +65,7 @@ class Handling:
             delivery.first_tried_at = lease_clock()
         try:
             if delivery.refusal is not None:
-                return await self._given_up(delivery, Dead(*delivery.refusal))
+                return await self._given_up_or_put_off(delivery, Dead(*delivery.refusal))
             if (delivery.postponed or delivery.attempts or delivery.doubtful) and await self._is_known(delivery):
                 return _DUPLICATE
             async with await self.with_care(delivery) as outcome:
@@ -106,15 +106,20 @@ class Handling:
             delivery.delay_seconds = outcome.after_seconds if outcome.spent else delivery.delay_seconds
             return outcome
         delivery.attempts += 1
+        kept = await self._given_up_or_put_off(delivery, outcome)
+        delivery.attempts -= isinstance(kept, Again)
+        return kept
+
+    async def _given_up_or_put_off(self, delivery: Delivery, dead: Dead) -> Outcome:
+        """Nothing is given up before the database has it."""
         try:
-            return await self._given_up(delivery, outcome)
-        except Exception as error:  # noqa: BLE001 - as above
-            delivery.attempts -= 1
+            return await self._given_up(delivery, dead)
+        except Exception as error:  # noqa: BLE001 - a boundary: whatever the driver raises, the message is not lost
             self._metrics.database_error("dead_letter")
-            again = decide_failure(delivery, error, now=lease_clock(), environment=True)
-            assert isinstance(again, Again)
+            pause = ENVIRONMENT.delay(delivery.postponed)
             delivery.postponed += 1
-            return again
+            _log.warning("dead_letter_not_stored", error_class=type(error).__name__, retry_seconds=round(pause, 1))
+            return Again(pause, spent=False)
 
     async def _tried(self, delivery: Delivery) -> Outcome:
         handler, message = delivery.handler, delivery.message

@@ -14,7 +14,6 @@ __all__ = ["ENVIRONMENT", "decide_failure", "is_environment", "postponed"]
 
 #: How to wait for an environment that is away: soon at first, then every few seconds, for as long as it takes.
 ENVIRONMENT: Final = Retry(base_seconds=0.2, cap_seconds=5)
-_LOST_SECONDS: Final = 1.0
 # Connection, resources, operator intervention and system errors of PostgreSQL; 57014 is a statement that took too long.
 _ENVIRONMENT_STATES: Final = ("sqlstate_08", "sqlstate_53", "sqlstate_57", "sqlstate_58")
 _CANCELLED_STATE: Final = "sqlstate_57014"
@@ -37,18 +36,26 @@ def decide_failure(
     failure = classify(error)
     if environment or is_environment(error, failure):
         return Again(ENVIRONMENT.delay(delivery.postponed, random=random), spent=False)
-    if isinstance(error, RetryLater | LeaseLost) or failure.code.startswith(_CONFLICT_STATE):
+    if isinstance(error, RetryLater):
+        return postponed(delivery, failure, now=now, seconds=error.seconds)
+    if isinstance(error, LeaseLost) or failure.code.startswith(_CONFLICT_STATE):
         return postponed(delivery, failure, now=now, random=random)
     if failure.kind == "retryable":
         return _retried(delivery, failure, random)
     return Dead("rejected" if failure.kind == "terminal" else "ambiguous", failure.error_class, failure.code)
 
 
-def postponed(delivery: Delivery, failure: Failure, *, now: float, random: Callable[[], float] = _random.random) -> Again | Dead:
-    """Not now, and no attempt spent; but not for ever."""
+def postponed(
+    delivery: Delivery,
+    failure: Failure,
+    *,
+    now: float,
+    seconds: float | None = None,
+    random: Callable[[], float] = _random.random,
+) -> Again | Dead:
+    """Not now, and no attempt spent; but not for ever. ``seconds``: how long somebody has asked to wait."""
     assert delivery.handler is not None
-    asked = _asked_seconds(delivery.handler.retry, failure)
-    delay = ENVIRONMENT.delay(delivery.postponed, random=random) if asked is None else asked
+    delay = ENVIRONMENT.delay(delivery.postponed, random=random) if seconds is None else seconds
     waited = now - (now if delivery.first_tried_at is None else delivery.first_tried_at)
     if waited + delay > delivery.handler.patience_seconds:
         return Dead("patience_exhausted", failure.error_class, failure.code)

@@ -360,7 +360,7 @@ class Worker:
             # The frames and the class, not the message: a PostgreSQL error's detail quotes rows.
             frames = traceback.extract_tb(fault.__traceback__)[-_MOST_FRAMES:]
             stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-            _log.error("worker_failed", error_class=type(fault).__name__, stack=stack)
+            _log.error("worker_failed", error_class=type(fault).__name__, at=stack)
             raise InvariantViolated("a part of the worker failed in an unforeseen way; the process ends") from fault
 
     async def _pause(self, seconds: float) -> None:

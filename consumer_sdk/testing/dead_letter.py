@@ -10,7 +10,7 @@ __all__ = ["DeadLetter"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadLetter:
-    """``state``: dead, redriving (an operator wants it handled anew), redriven or discarded. ``repr`` leaves out what it carries."""
+    """``state``: dead, redriving (an operator wants it handled anew), redriven or discarded."""
 
     dead_letter_id: UUID
     run_key: str

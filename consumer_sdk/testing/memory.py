@@ -26,9 +26,9 @@ class Memory:
     queries find, by query. ``effects`` is the ledger, ``dead_letters`` what was given up.
     """
 
-    def __init__(self, effects: MemoryEffects | None = None) -> None:
-        self.effects = MemoryEffects() if effects is None else effects
-        self.messages = MemoryMessages(self.effects)
+    def __init__(self, messages: MemoryMessages | None = None) -> None:
+        self.messages = MemoryMessages(MemoryEffects()) if messages is None else messages
+        self.effects = self.messages.effects
         self.calls: list[RecordedCall] = []
         self.answers: dict[str, Any] = {}
         self._transactions: dict[int, MemoryTransaction] = {}
@@ -100,7 +100,7 @@ class MemoryTransactions:
 def _own_transaction(connection: Any) -> AbstractAsyncContextManager[Any]:
     """The connection's own transaction, where it has such a thing: what a handler wrote is undone if it fails."""
     begin = getattr(connection, "transaction", None)
-    begun = begin() if callable(begin) else None
+    begun: Any = begin() if callable(begin) else None
     if inspect.iscoroutine(begun):  # a mock that answers everything
         begun.close()
     return begun if hasattr(begun, "__aenter__") else nullcontext()

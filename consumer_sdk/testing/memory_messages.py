@@ -5,7 +5,7 @@ others see them once it commits, and who wants the same row waits until then.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
@@ -20,7 +20,7 @@ from consumer_sdk.testing.dead_letter import DeadLetter
 from consumer_sdk.testing.effect_row import EffectRow
 from consumer_sdk.testing.memory_effects import MemoryEffects
 
-__all__ = ["MESSAGE", "MemoryMessages", "MemoryTransaction"]
+__all__ = ["MESSAGE", "MemoryMessages", "MemoryTransaction", "message_key"]
 
 #: The operation of a message's own row.
 MESSAGE: Final = "fencepost.message"
@@ -40,7 +40,7 @@ class MemoryMessages:
     """The tables of messages, dead letters and trials, beside the ``effects`` whose clock they share."""
 
     def __init__(self, effects: MemoryEffects) -> None:
-        self._effects = effects
+        self.effects = effects
         self._letters: dict[UUID, DeadLetter] = {}
         self._trials: dict[Identity, int] = {}
         self._held: dict[Hashable, MemoryTransaction] = {}
@@ -119,7 +119,7 @@ class MemoryMessages:
             dead_letter_id=uuid7(), run_key=run_key, tenant_id=tenant_id, step=step, consumer=consumer, topic=topic,
             partition=partition, offset=offset, recorded_at=recorded_at, event_type=event_type, key=key, payload=payload,
             header_names=header_names, header_values=header_values, reason=reason, error_class=error_class,
-            error_code=error_code, attempts=attempts, created_at=self._effects.clock.now(),
+            error_code=error_code, attempts=attempts, created_at=self.effects.clock.now(),
         )  # fmt: skip
         transaction.letters[letter.dead_letter_id] = letter
         return [{"dead_letter_id": letter.dead_letter_id}]
@@ -127,7 +127,8 @@ class MemoryMessages:
     async def claim_redrives(
         self, transaction: MemoryTransaction, holder: str, consumer: str, hold: timedelta, most: int
     ) -> Sequence[Any]:
-        now, claimed = self._effects.clock.now(), []
+        now = self.effects.clock.now()
+        claimed: list[DeadLetter] = []
         for letter in self._letters.values():
             free = letter.held_until is None or letter.held_until <= now
             wanted = letter.consumer == consumer and letter.state == "redriving" and letter.dead_letter_id not in self._held
@@ -154,13 +155,21 @@ class MemoryMessages:
         return [{"ended": True, "recorded": await self._overwritten(transaction, Identity(run_key, tenant_id, step), holder)}]
 
     async def fail_redrive(
-        self, transaction: MemoryTransaction, dead_letter_id: UUID, generation: int, reason: str, error_class: str, code: str, more: int
-    ) -> Sequence[Any]:  # fmt: skip
+        self,
+        transaction: MemoryTransaction,
+        dead_letter_id: UUID,
+        generation: int,
+        reason: str,
+        error_class: str,
+        error_code: str,
+        more: int,
+    ) -> Sequence[Any]:
         letter = await self._in_hand(transaction, dead_letter_id, generation)
         if letter is None:
             return []
         transaction.letters[dead_letter_id] = replace(
-            letter, state="dead", holder=None, held_until=None, reason=reason, error_class=error_class, error_code=code,
+            letter, state="dead", holder=None, held_until=None, reason=reason, error_class=error_class,
+            error_code=error_code,
             attempts=letter.attempts + more,
         )  # fmt: skip
         return [{"dead_letter_id": dead_letter_id}]
@@ -179,7 +188,7 @@ class MemoryMessages:
         return [{"trials": transaction.trials[of]}]
 
     async def oldest_remembered(self, _transaction: MemoryTransaction, retention: timedelta) -> Sequence[Any]:
-        return [{"oldest": self._effects.clock.now() - retention}]
+        return [{"oldest": self.effects.clock.now() - retention}]
 
     # What the statements do to a row.
 
@@ -196,7 +205,7 @@ class MemoryMessages:
         await self._hold(transaction, identity)
         if self._row(transaction, identity) is not None:
             return False
-        now, state = self._effects.clock.now(), "succeeded" if error_code is None else "failed"
+        now, state = self.effects.clock.now(), "succeeded" if error_code is None else "failed"
         transaction.rows[message_key(identity)] = EffectRow(
             state=state, holder=holder, created_at=now, finished_at=now, error_class=error_class, error_code=error_code
         )
@@ -212,7 +221,7 @@ class MemoryMessages:
             return False
         transaction.rows[message_key(identity)] = replace(
             row, state="succeeded", generation=row.generation + 1, holder=holder, error_class=None, error_code=None,
-            finished_at=self._effects.clock.now(),
+            finished_at=self.effects.clock.now(),
         )  # fmt: skip
         return True
 
@@ -229,11 +238,11 @@ class MemoryMessages:
 
     def _row(self, transaction: MemoryTransaction, identity: Identity) -> EffectRow | None:
         key = message_key(identity)
-        return transaction.rows.get(key) or self._effects.row(key)
+        return transaction.rows.get(key) or self.effects.row(key)
 
     def _commit(self, transaction: MemoryTransaction) -> None:
         for key, row in transaction.rows.items():
-            self._effects.keep(key, row)
+            self.effects.keep(key, row)
         self._letters.update(transaction.letters)
         self._trials.update(transaction.trials)
 
@@ -241,8 +250,3 @@ class MemoryMessages:
 def message_key(identity: Identity) -> EffectKey:
     """Where the ledger keeps a message's own row."""
     return EffectKey(identity.run_key, identity.tenant_id, 0, identity.step, 0, MESSAGE)
-
-
-def letters_by_message(letters: Sequence[DeadLetter]) -> Mapping[Identity, DeadLetter]:
-    """Dead letters by whose they are."""
-    return {Identity(letter.run_key, letter.tenant_id, letter.step): letter for letter in letters}

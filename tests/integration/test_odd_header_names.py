@@ -7,12 +7,10 @@ from typing import Any, Final
 
 import asyncpg
 import pytest
-from aiokafka.client import AIOKafkaClient
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record._crc32c import crc
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from consumer_sdk import Consumer, Message, MessageContext, MessageHandlers, load_consumer_settings
+from tests.support.raw_records import record_batch, write_batch
 from tests.support.topics import TopicFactory
 from tests.support.waiting import eventually
 
@@ -27,33 +25,14 @@ COVERED_FROM: Final = 21
 
 def batch(names: list[str], value: bytes) -> bytes:
     """A record batch with one message a name; the stand-in becomes a name that is no text."""
-    builder = DefaultRecordBatchBuilder(
-        magic=2, compression_type=0, is_transactional=0, producer_id=-1, producer_epoch=-1, base_sequence=-1, batch_size=99_999
+    attributes = {"ce_specversion": b"1.0", "ce_source": b"test", "ce_type": b"ping"}
+    built = record_batch(
+        [(b"k", value, [*attributes.items(), ("ce_id", str(uuid.uuid4()).encode()), (name, b"1")]) for name in names]
     )
-    for place, name in enumerate(names):
-        attributes = {"ce_specversion": b"1.0", "ce_id": str(uuid.uuid4()).encode(), "ce_source": b"test", "ce_type": b"ping"}
-        headers = [*attributes.items(), (name, b"1")]
-        builder.append(place, timestamp=None, key=b"k", value=value, headers=headers)
-    built = bytearray(builder.build())
     while (place := bytes(built).find(STAND_IN.encode())) >= 0:
         built[place : place + len(ODD)] = ODD
     struct.pack_into(">I", built, CHECKSUM_AT, crc(bytes(built[COVERED_FROM:])))
     return bytes(built)
-
-
-async def write(kafka: str, topic: str, partition: int, records: bytes) -> None:
-    """Write the bytes as they are. The broker may not have heard yet that it leads a new partition."""
-    client = AIOKafkaClient(bootstrap_servers=kafka)
-    await client.bootstrap()
-
-    async def written() -> bool:
-        answer = await client.send(client.get_random_node(), ProduceRequest(None, -1, 5000, [(topic, [(partition, records)])]))
-        return answer.topics[0][1][0][1] == 0  # type: ignore[no-any-return]
-
-    try:
-        await eventually(written)
-    finally:
-        await client.close()
 
 
 async def test_messages_around_and_with_an_odd_header_name_are_handled_in_order(
@@ -62,7 +41,7 @@ async def test_messages_around_and_with_an_odd_header_name_are_handled_in_order(
     """Before it in the batch, itself, behind it, and in the next batch; two partitions, of which one has none."""
     name = await topic(partitions=2)
     for partition, names, value in ((0, ["a", STAND_IN, "b", STAND_IN, "c"], b"1"), (0, ["d"], b"2"), (1, ["e"] * 5, b"3")):
-        await write(kafka, name, partition, batch(names, value))
+        await write_batch(kafka, name, partition, batch(names, value))
     handled: list[tuple[int, int]] = []
     app = MessageHandlers()
 

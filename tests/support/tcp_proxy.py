@@ -15,6 +15,7 @@ class TcpProxy:
     def __init__(self, url: str) -> None:
         self._parts = urlsplit(url)
         self._silenced = asyncio.Event()
+        self._port = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -33,6 +34,19 @@ class TcpProxy:
         """The database's address through the proxy."""
         port = self._server.sockets[0].getsockname()[1]
         return urlunsplit(self._parts._replace(netloc=f"{self._parts.username}:{self._parts.password}@127.0.0.1:{port}"))
+
+    async def refuse(self) -> None:
+        """As if nobody were there: open connections are cut, new ones are refused."""
+        self._port = self._server.sockets[0].getsockname()[1]
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def accept(self) -> None:
+        """Let connections through again, at the same address."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
 
     def silence(self) -> None:
         """From now on nothing passes through the connections that are open; new ones work."""

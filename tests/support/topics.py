@@ -59,6 +59,21 @@ async def create_topic(
             return
 
 
+async def delete_topic(bootstrap_servers: str, name: str) -> None:
+    """Delete a topic and wait until the cluster has forgotten it."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
+    await admin.start()
+    try:
+        await admin.delete_topics([name])
+
+        async def gone() -> bool:
+            return name not in await admin.list_topics()
+
+        await eventually(gone)
+    finally:
+        await admin.close()
+
+
 async def _create_once(bootstrap_servers: str, name: str, partitions: int, copies: int | None, config: dict[str, str]) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers, request_timeout_ms=REQUEST_MILLISECONDS)
     try:
