@@ -7,9 +7,8 @@ import asyncio
 import functools
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from consumer_sdk.effect_store import EffectStore, Fetch
 from consumer_sdk.effects import Absent, Applied, CallLimits, Effect, EffectKey, Reconciler, RunFence
@@ -17,7 +16,7 @@ from consumer_sdk.ledger import Ledger
 from consumer_sdk.testing.harness import LedgerHarness
 from consumer_sdk.testing.memory_ledger import TEST_SECRETS
 
-__all__ = ["LIMITS", "REQUEST", "STATEMENTS", "Bench", "Crash", "Pause", "Provider", "Wanted", "sentence"]
+__all__ = ["LIMITS", "REQUEST", "STATEMENTS", "Bench", "Crash", "Pause", "Provider", "Wanted", "sentence", "sentences"]
 
 TENANT: Final = "acme"
 OPERATION: Final = "card.charge"
@@ -168,25 +167,28 @@ class Bench:
         await self.harness.advance(seconds)
 
 
-class _Contract(Protocol):
-    limit_seconds: float
-
-    def opened(self) -> AbstractAsyncContextManager[LedgerHarness]: ...
-
-
-Suite = TypeVar("Suite", bound=_Contract)
+_Harness = TypeVar("_Harness")
+_Bench = TypeVar("_Bench")
+_Test = Callable[[Any, _Bench], Awaitable[None]]
 
 
-def sentence(test: Callable[[Suite, Bench], Awaitable[None]]) -> Callable[[Suite], None]:
-    """A test of the contract, run in a loop of its own and within its time, so that no plugin of pytest is needed."""
+def sentences(bench_of: Callable[[_Harness], _Bench]) -> Callable[[_Test[_Bench]], Callable[[Any], None]]:
+    """Makes tests of a contract of what is told with such a bench. Each runs in a loop of its own and within its time, so that no
+    plugin of pytest is needed."""
 
-    async def told(suite: Suite) -> None:
-        async with asyncio.timeout(suite.limit_seconds), suite.opened() as harness:
-            await test(suite, Bench(harness))
+    def sentence(test: _Test[_Bench]) -> Callable[[Any], None]:
+        async def told(suite: Any) -> None:
+            async with asyncio.timeout(suite.limit_seconds), suite.opened() as harness:
+                await test(suite, bench_of(harness))
 
-    def run(suite: Suite) -> None:
-        asyncio.run(told(suite))
+        def run(suite: Any) -> None:
+            asyncio.run(told(suite))
 
-    functools.update_wrapper(run, test)
-    del run.__wrapped__  # type: ignore[attr-defined]  # or pytest would take the bench for a fixture
-    return run
+        functools.update_wrapper(run, test)
+        del run.__wrapped__  # type: ignore[attr-defined]  # or pytest would take the bench for a fixture
+        return run
+
+    return sentence
+
+
+sentence = sentences(Bench)

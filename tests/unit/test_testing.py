@@ -389,12 +389,15 @@ def test_a_foreign_record_is_no_message() -> None:
 
 
 def test_the_package_brings_no_test_runner_and_no_client() -> None:
-    assert loaded_by("import consumer_sdk.testing") & (HEAVY | {"pytest", "_pytest", "hypothesis"}) == set()
+    runners = {"pytest", "_pytest", "hypothesis"}
+    assert loaded_by("import consumer_sdk.testing") & (HEAVY | runners) == set()
+    assert loaded_by("from consumer_sdk.testing import handle") & (runners | {"aiokafka"}) == set()
 
 
 def test_the_public_surface_is_this() -> None:
     assert all(getattr(consumer_sdk.testing, name) for name in consumer_sdk.testing.__all__)
     assert consumer_sdk.testing.__all__ == [
-        "BuiltRecord", "Clock", "EffectRow", "EventOptions", "LedgerHarness", "Leases", "MemoryEffects", "MemoryHarness",
-        "TEST_SECRETS", "event", "memory_ledger", "message", "record",
+        "Again", "BuiltRecord", "Clock", "Dead", "DeadLetter", "Done", "EffectRow", "EventOptions", "Handled", "LedgerHarness",
+        "Leases", "Memory", "MemoryEffects", "MemoryHarness", "MemoryMessages", "RecordedCall", "Recorder", "Step", "TEST_SECRETS",
+        "event", "handle", "handle_many", "memory_ledger", "message", "record", "redrive",
     ]  # fmt: skip
