@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from demo.scenario import Result, Scenario
-from demo.view import View, result_table
+from demo.view import View, payments_table, result_table
 from fencepost.devservices import ServicesError, start_services
 from fencepost.loops import fastest_loop
 
@@ -25,9 +25,14 @@ _HELP = """Run the whole thing on real services, kill a relay, and count.
 
 Starts PostgreSQL and Kafka (the first set-up takes a minute or two), an order service whose writers commit, roll back,
 dawdle and write in bulk, two relays of which one is killed with -9 midway, and a plain Kafka consumer. Then compares
-what the writers committed with what the consumer read. Everything that was started is stopped again.
+what the writers committed with what the consumer read.
 
-Exit codes: 0 nothing lost, no rollback published, every key in order; 1 otherwise; 2 the run itself went wrong.
+After it a shop: its orders are charged by two consumers at a provider that honours no key, fails, hangs and hangs up. A
+consumer and the provider are killed, a consumer is frozen past its session, another joins and leaves. Then the shop's orders,
+the provider's book, the ledger and the events in Kafka are compared. Everything that was started is stopped again.
+
+Exit codes: 0 nothing lost, no rollback published, every key in order, every order charged once or declined and ended once;
+1 otherwise; 2 the run itself went wrong.
 
 Examples:
 
@@ -66,7 +71,7 @@ def _demo(
     if json_file is not None:
         json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
     _report(console, result)
-    if not result.audit.kept:
+    if not result.kept:
         raise typer.Exit(1)
 
 
@@ -88,8 +93,11 @@ def _with_fast_loop(scenario: Scenario) -> Result:
 
 def _report(console: Console, result: Result) -> None:
     console.print(result_table(result.audit, result.rate_per_second, result.latency_ms, result.latency_ms_during_takeover))
-    if result.audit.kept:
+    if result.payments is not None:
+        console.print(payments_table(result.payments))
+    if result.kept:
         console.print("Every committed event arrived, no other did, and each key came in order.", highlight=False)
+        console.print("Every order was charged once or declined, and ended once, whoever was killed.", highlight=False)
     else:
         console.print("[bold red]A promise was broken: please report this with the numbers above.[/bold red]")
     console.print("Next: README.md says what Fencepost promises and what not, and has the smallest producer and consumer.")

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,9 @@ from aiokafka.errors import KafkaError, for_code
 from demo.audit import Audit, Window, audit, latencies_ms, summary_ms
 from demo.consumer import Consumer
 from demo.orders import OrderService
+from demo.payments_audit import PaymentsAudit
 from demo.relays import LEASE_SECONDS, Fleet, LaneView
+from demo.shop_floor import ShopFloor
 from demo.view import Progress, View
 from fencepost.devservices import Services, ServicesError
 from migrations import migrate
@@ -48,6 +50,12 @@ class Result:
     rate_per_second: float
     latency_ms: dict[str, float | None]
     latency_ms_during_takeover: dict[str, float | None]
+    payments: PaymentsAudit | None
+
+    @property
+    def kept(self) -> bool:
+        """Whether every promise was kept."""
+        return self.audit.kept and self.payments is not None and self.payments.kept
 
     def as_json(self) -> dict[str, Any]:
         found = self.audit
@@ -61,6 +69,7 @@ class Result:
             "rate_per_second": round(self.rate_per_second, 1),
             "latency_ms": self.latency_ms,
             "latency_ms_during_takeover": self.latency_ms_during_takeover,
+            **({} if self.payments is None else self.payments.as_json()),
         }
 
 
@@ -85,19 +94,23 @@ class Scenario:
             connection = await asyncpg.connect(url)
             try:
                 with Fleet(url, self._services.bootstrap_servers, self._logs) as fleet:
-                    return await self._perform(service, fleet, LaneView(connection))
+                    floor = ShopFloor(self._services, self._view, database_url=url, seconds=self._seconds, logs=self._logs)
+                    return await self._perform(service, fleet, LaneView(connection), floor)
             finally:
                 connection.terminate()
 
-    async def _perform(self, service: OrderService, fleet: Fleet, lanes: LaneView) -> Result:
+    async def _perform(self, service: OrderService, fleet: Fleet, lanes: LaneView, floor: ShopFloor) -> Result:
         async with Consumer(self._services.bootstrap_servers, self._topic) as consumer:
             await self._until_settled(fleet, lanes)
             watching = asyncio.create_task(self._watch(service, consumer, fleet, lanes))
             try:
-                return await self._act(service, consumer, fleet, lanes)
+                result = await self._act(service, consumer, fleet, lanes)
             finally:
                 watching.cancel()
                 await asyncio.wait([watching])
+        # After it: their processes would share the cores with the latencies that were just measured.
+        async with floor.open():
+            return replace(result, payments=await floor.run())
 
     async def _act(self, service: OrderService, consumer: Consumer, fleet: Fleet, lanes: LaneView) -> Result:
         began = time.time()
@@ -125,6 +138,7 @@ class Scenario:
             rate_per_second=found.published / max(ended - began, 0.001),
             latency_ms=summary_ms(latencies_ms(books.commits, received_at, Window(began + warm, takeover.begin))),
             latency_ms_during_takeover=summary_ms(latencies_ms(books.commits, received_at, takeover)),
+            payments=None,
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from demo.audit import Audit
+from demo.payments_audit import PaymentsAudit
 
 __all__ = ["Progress", "View", "result_table"]
 
@@ -105,6 +106,23 @@ def result_table(found: Audit, rate: float, latency: dict[str, float | None], ta
     table.add_row("rate_per_second", f"{rate:,.0f}", "events delivered, over the whole run; the writers set it")
     table.add_row("latency_ms", _milliseconds(latency), "commit to consumer: both relays alive, after the first seconds")
     table.add_row("  during the takeover", _milliseconds(takeover), "the same, from the kill until its lanes were taken over")
+    return table
+
+
+def payments_table(found: PaymentsAudit) -> Table:
+    """What became of the orders, by the provider's own book."""
+    table = Table(
+        title="What the provider, the ledger, the shop and Kafka say of the orders", title_justify="left", show_header=False
+    )
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify, no_wrap=justify == "right")
+    table.add_row("orders", f"{found.orders:,}", "placed in committed transactions")
+    table.add_row("charged_once", f"{found.charged_once:,}", f"by the provider's book; {found.declined:,} more were declined")
+    table.add_row("charged_twice", _judged(found.charged_twice), "the provider honours no key: must be 0")
+    table.add_row("uncharged", _judged(found.uncharged), "neither charged nor declined: must be 0")
+    table.add_row("completed_once", f"{found.completed_once:,}", "ended by one event that tells the provider's truth: must be all")
+    table.add_row("unknown_left", _judged(found.unknown_left), "calls that nobody knows the answer to: must be 0")
+    table.add_row("reconciled", f"{found.reconciled:,}", "charges known only by asking the provider afterwards")
     return table
 
 

@@ -27,6 +27,8 @@ from benchmarks.writers import neighbours
 from demo import command
 from demo.audit import Audit, Commit, Event, Reading, Window, audit, latencies_ms, percentile
 from demo.audit import summary_ms as audit_summary_ms
+from demo.payments_audit import Completion, Evidence, LedgerRow, Order, PaymentsAudit, audit_payments
+from demo.provider_book import Charge
 from demo.scenario import Result
 from fencepost.devservices import Services
 from fencepost.devservices.processes import Watchdog
@@ -34,6 +36,19 @@ from fencepost.devservices.processes import Watchdog
 JSON_KEYS: Final = (
     "committed", "published", "lost", "rolled_back_published", "out_of_order", "duplicates", "rate_per_second", "latency_ms",
 )  # fmt: skip
+
+#: Of the payments, counted from the provider's own book.
+PAYMENT_KEYS: Final = {"orders", "charged_once", "charged_twice", "completed_once", "unknown_left", "reconciled"}
+ALL_PAID: Final = audit_payments(
+    Evidence(
+        orders=[Order("o-1", 5, "paid", "c-1")],
+        charges=[Charge(charge="c-1", key="k-1", order="o-1", amount=5, token=1)],
+        declined=set(),
+        repeats=0,
+        ledger=[LedgerRow("k-1", "succeeded")],
+        completions=[Completion("e-1", "o-1", "paid", "c-1")],
+    )
+)
 
 FIRST = Event("id-1", "order-1", 1)
 SECOND = Event("id-2", "order-1", 2)
@@ -127,8 +142,10 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert audit_summary_ms([3.0]) == {"p50": 3.0, "p99": 3.0}
 
 
-def demo_exit_code(monkeypatch: pytest.MonkeyPatch, outcome: Audit) -> int:
-    result = Result(audit=outcome, rate_per_second=1.0, latency_ms={"p50": 1.0}, latency_ms_during_takeover={"p50": 2.0})
+def demo_exit_code(monkeypatch: pytest.MonkeyPatch, outcome: Audit, payments: PaymentsAudit = ALL_PAID) -> int:
+    result = Result(
+        audit=outcome, rate_per_second=1.0, latency_ms={"p50": 1.0}, latency_ms_during_takeover={"p50": 2.0}, payments=payments
+    )
     monkeypatch.setattr(command, "_run", lambda *_args, **_options: result)
     root = typer.Typer()
     root.callback()(lambda: None)
@@ -144,13 +161,25 @@ def test_the_demo_fails_when_a_promise_was_broken(monkeypatch: pytest.MonkeyPatc
     assert demo_exit_code(monkeypatch, replace(clean, duplicates=5)) == 0
 
 
+@pytest.mark.parametrize("counter", ["charged_twice", "uncharged", "completed_twice", "unknown_left", "repeats"])
+def test_the_demo_fails_when_an_order_was_not_charged_and_ended_once(monkeypatch: pytest.MonkeyPatch, counter: str) -> None:
+    clean = found(FIRST, OTHER, SECOND)
+
+    assert demo_exit_code(monkeypatch, clean, replace(ALL_PAID, **{counter: 1})) == 1
+    assert demo_exit_code(monkeypatch, clean) == 0
+
+
 def test_the_demo_s_json_has_the_promised_keys() -> None:
     result = Result(
-        audit=found(FIRST, OTHER, SECOND), rate_per_second=1.0, latency_ms={"p50": 1.0, "p99": 2.0}, latency_ms_during_takeover={}
+        audit=found(FIRST, OTHER, SECOND),
+        rate_per_second=1.0,
+        latency_ms={"p50": 1.0, "p99": 2.0},
+        latency_ms_during_takeover={},
+        payments=ALL_PAID,
     )
 
     assert tuple(result.as_json())[: len(JSON_KEYS)] == JSON_KEYS
-    assert set(result.as_json()) - set(JSON_KEYS) == {"latency_ms_during_takeover"}
+    assert set(result.as_json()) >= PAYMENT_KEYS | {"latency_ms_during_takeover"}
 
 
 def test_a_rate_leaves_out_the_first_mark_and_what_led_to_it() -> None:
