@@ -126,8 +126,9 @@ def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("generation", f"{row['generation']}, last taken by {row['holder']}{lease}"),
         ("reserved", _when(row["created_at"], row["now"])),
         ("sends", f"{row['sends']}, the last {_when(row['sent_at'], row['now'])}" if row["sends"] else "none"),
-        ("key", row["provider_key"]),
     ]
+    if row["provider_key"] is not None:  # a message's own row asks no provider
+        lines.append(("key", row["provider_key"]))
     if row["provider_reference"] is not None:
         lines.append(("reference", row["provider_reference"]))
     if row["finished_at"] is not None:

@@ -87,7 +87,7 @@ ORDER BY e.deadline_at LIMIT $2;
 SELECT e.run_key, e.tenant_id, e.iteration, e.step, e.occurrence, e.operation, e.state, e.generation, e.sends, e.sent_at,
        e.deadline_at, e.created_at, clock_timestamp() AS now
 FROM fencepost.effects AS e
-WHERE e.state = $2 AND ($1::text IS NULL OR e.tenant_id = $1)
+WHERE e.state = $2 AND e.operation <> 'fencepost.message' AND ($1::text IS NULL OR e.tenant_id = $1)
 ORDER BY e.created_at DESC LIMIT $3;
 
 -- name: effects_of
@@ -455,3 +455,36 @@ RETURNING j.run_id;
 -- name: audit_repair
 -- What a batch of repair did: actor $1, reason $2, detail $3.
 INSERT INTO fencepost.audit (actor, command, reason, detail) VALUES ($1, 'diagnose stuck-leases --repair', $2, $3::jsonb);
+
+-- Dead letters --------------------------------------------------------------------------------------------------------
+
+-- name: list_dead_letters
+-- At most $6 dead letters after id $5 (null: from the first): consumer $1, topic $2, reason $3 and states $4, null: any. Oldest first.
+SELECT d.dead_letter_id, d.consumer, d.step, d.topic, d."partition", d."offset", d.event_type, d.reason, d.error_code, d.attempts,
+       d.state, d.redrives, d.tenant_id, d.created_at, d.changed_at, octet_length(d.payload) AS payload_bytes,
+       clock_timestamp() AS now
+FROM fencepost.dead_letters AS d
+WHERE ($1::text IS NULL OR d.consumer = $1) AND ($2::text IS NULL OR d.topic = $2) AND ($3::text IS NULL OR d.reason = $3)
+  AND ($4::text[] IS NULL OR d.state = ANY ($4)) AND ($5::uuid IS NULL OR d.dead_letter_id > $5)
+ORDER BY d.dead_letter_id LIMIT $6;
+
+-- name: dead_letter
+-- Dead letter $1, with the sizes of what it holds and the names of its headers, without their values.
+SELECT d.dead_letter_id, d.consumer, d.step, d.run_key, d.tenant_id, d.topic, d."partition", d."offset", d.recorded_at, d.event_type,
+       d.reason, d.error_class, d.error_code, d.attempts, d.state, d.redrives, d.holder, d.held_until, d.created_at, d.changed_at,
+       octet_length(d.key) AS key_bytes, octet_length(d.payload) AS payload_bytes,
+       (SELECT array_agg(encode(h.name, 'escape')) FROM unnest(d.header_names) AS h(name)) AS headers, clock_timestamp() AS now
+FROM fencepost.dead_letters AS d WHERE d.dead_letter_id = $1;
+
+-- name: dead_letter_payload
+SELECT d.payload FROM fencepost.dead_letters AS d WHERE d.dead_letter_id = $1;
+
+-- name: dead_letter_audit
+-- What operators did to dead letter $1.
+SELECT a.created_at, a.actor, a.command, a.reason FROM fencepost.audit AS a WHERE a.detail ->> 'dead_letter_id' = $1::text ORDER BY a.id LIMIT 100;
+
+-- name: redrive_dead_letter
+SELECT r.outcome, r.letter_state FROM fencepost.redrive_dead_letter($1, $2, $3, $4) AS r;
+
+-- name: discard_dead_letter
+SELECT r.outcome, r.letter_state FROM fencepost.discard_dead_letter($1, $2, $3) AS r;
