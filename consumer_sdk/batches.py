@@ -85,10 +85,10 @@ class BatchHandling:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise AttemptDeadline("the handler took longer than its attempt_seconds") from error
+            raise AttemptDeadline from error
         except TransientError as error:
             if limit.expired():
-                raise AttemptDeadline("the handler took longer than its attempt_seconds") from error
+                raise AttemptDeadline from error
             raise
         finally:
             self._metrics.attempt(handler.type, lease_clock() - began)

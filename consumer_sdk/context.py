@@ -137,6 +137,11 @@ class RunContext:
         return self._state.cancelled.is_set()
 
     @property
+    def completes(self) -> bool:
+        """Whether the transaction that is open completes the run."""
+        return self._fenced
+
+    @property
     def stopping(self) -> asyncio.Event:
         """Set when the worker stops: finish, or save a checkpoint and return soon. What is left is given back."""
         return self._state.stopping

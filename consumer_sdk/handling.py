@@ -7,7 +7,7 @@ from typing import Final, cast
 
 import structlog
 
-from consumer_sdk.classification import classify
+from consumer_sdk.classification import Retryable, classify
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Dead, Delivery, Done, Outcome
 from consumer_sdk.evidence import frames_of
@@ -29,8 +29,11 @@ _HANDLED: Final = Done("handled")
 _DUPLICATE: Final = Done("duplicate")
 
 
-class AttemptDeadline(Exception):
+class AttemptDeadline(Retryable):
     """An attempt took longer than its handler may. Nothing is known to have happened: effects go through the ledger."""
+
+    def __init__(self) -> None:
+        super().__init__("attempt_deadline")
 
 
 class HandlerExited(Exception):
@@ -161,7 +164,7 @@ class Handling:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise AttemptDeadline("the handler took longer than its attempt_seconds") from error
+            raise AttemptDeadline from error
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:  # noqa: BLE001

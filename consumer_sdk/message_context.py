@@ -66,7 +66,7 @@ class MessageContext:
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set when the consumer stops or loses the partition: return soon. What is not recorded is delivered again."""
+        """Set when the consumer stops: return soon. What is not recorded is delivered again."""
         return self._state.stopping
 
     async def once(
@@ -106,19 +106,27 @@ class MessageContext:
         """A transaction in the consumer's database that commits together with the message's outcome, and so ends its handling.
 
         What is written on the connection, outbox rows included, exists once, or not at all. If another delivery of the message is
-        faster, ``AlreadyHandled`` is raised before anything is written. It is the last thing that a handler does; keep it short.
+        faster, ``AlreadyHandled`` is raised and nothing is kept. It is the last thing that a handler does; keep it short.
+
+        With a run it is so where the run is completed in it. A transaction that does not complete the run is one of several: it
+        commits only while the run is held, and the message is handled when the run has ended.
         """
         self._refuse_after_end()
         if self._in_transaction:
             raise TransactionRequired("this attempt is in a transaction already; use its connection")
         self._in_transaction = True
         try:
-            async with self._writer.transaction() if self.run is None else self.run.transaction() as connection:
-                if not await self._writer.record_within(connection, self._state):
-                    self._state.duplicate = True
-                    raise AlreadyHandled("another delivery of this message has been handled")
+            if self.run is None:
+                async with self._writer.transaction() as connection:
+                    await self._record(connection)
+                    yield connection
+                self._state.recorded = True
+                return
+            async with self.run.transaction() as connection:
                 yield connection
-            self._state.recorded = True
+                if completes := self.run.completes:
+                    await self._record(connection)
+            self._state.recorded = completes
         except Ambiguous as error:
             if error.code == "commit_unknown":
                 # The message's own row tells whether it was committed, and everything else with it.
@@ -126,6 +134,11 @@ class MessageContext:
             raise
         finally:
             self._in_transaction = False
+
+    async def _record(self, connection: "asyncpg.Connection") -> None:
+        if not await self._writer.record_within(connection, self._state):
+            self._state.duplicate = True
+            raise AlreadyHandled("another delivery of this message has been handled")
 
     async def complete(self, output: object = None) -> None:
         """Complete the message's run. Inside ``transaction()`` it commits with the rest. Raises ``LeaseLost`` if it is not held."""

@@ -17,12 +17,14 @@ ENVIRONMENT: Final = Retry(base_seconds=0.2, cap_seconds=5)
 # Connection, resources, operator intervention and system errors of PostgreSQL; 57014 is a statement that took too long.
 _ENVIRONMENT_STATES: Final = ("sqlstate_08", "sqlstate_53", "sqlstate_57", "sqlstate_58")
 _CANCELLED_STATE: Final = "sqlstate_57014"
+#: asyncpg's words for a connection that has gone under a handler, told by name as all drivers' errors are.
+_LOST_CONNECTIONS: Final = frozenset({"InterfaceError", "ConnectionDoesNotExistError", "InternalClientError"})
 _CONFLICT_STATE: Final = "sqlstate_40"
 
 
 def is_environment(error: Exception, failure: Failure) -> bool:
-    """Whether nobody is at fault: then no attempt is spent, and the message waits for as long as the environment is away."""
-    if isinstance(error, TransientError):
+    """Whether nobody is at fault: then no attempt is spent."""
+    if isinstance(error, TransientError) or type(error).__name__ in _LOST_CONNECTIONS:
         return True
     return failure.code.startswith(_ENVIRONMENT_STATES) and failure.code != _CANCELLED_STATE
 
@@ -34,8 +36,10 @@ def decide_failure(
     handler = delivery.handler
     assert handler is not None
     failure = classify(error)
-    if environment or is_environment(error, failure):
+    if environment:
         return Again(ENVIRONMENT.delay(delivery.postponed, random=random), spent=False)
+    if is_environment(error, failure):
+        return postponed(delivery, failure, now=now, random=random)  # it answers by now, so this has an end
     if isinstance(error, RetryLater):
         return postponed(delivery, failure, now=now, seconds=error.seconds)
     if isinstance(error, LeaseLost) or failure.code.startswith(_CONFLICT_STATE):

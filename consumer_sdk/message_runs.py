@@ -39,6 +39,8 @@ _log = structlog.get_logger(__name__)
 
 _WATCH_SECONDS: Final = 0.1
 _REAP_MOST: Final = 100
+# A holder may complete the run, or give it back, long before its lease ends.
+_LOOK_SECONDS: Final = 2.0
 _MOST_STATEMENT_SECONDS: Final = 10.0
 _RETRY_SOON: Final = Again(0.2, spent=False)
 _NOT_FOUND: Final = Dead("rejected", "fencepost.errors.RunNotFound", "run_not_found")
@@ -152,7 +154,11 @@ class MessageRuns:
             return Dead("run_failed", "fencepost.RunFailed", "run_failed")
         held = Failure(kind="retryable", code="run_held", error_class="consumer_sdk.RunHeld", retry_after=None)
         outcome = postponed(state.delivery, held, now=lease_clock())
-        return outcome if isinstance(outcome, Dead) else Again(max(outcome.after_seconds, found.wait_seconds), spent=False)
+        return (
+            outcome
+            if isinstance(outcome, Dead)
+            else Again(max(outcome.after_seconds, min(found.wait_seconds, _LOOK_SECONDS)), spent=False)
+        )
 
     async def _attempted(
         self,

@@ -7,8 +7,12 @@
 -- Which of the messages have an outcome, by their place in the arrays.
 SELECT g.n::integer AS n
 FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY AS g(run_key, tenant_id, step, n)
-JOIN fencepost.effects AS e ON e.run_key = g.run_key AND e.tenant_id = g.tenant_id AND e.iteration = 0 AND e.step = g.step
-    AND e.occurrence = 0 AND e.operation = 'fencepost.message';
+CROSS JOIN LATERAL (
+    SELECT FROM fencepost.effects AS e
+    WHERE e.run_key = g.run_key AND e.tenant_id = g.tenant_id AND e.iteration = 0 AND e.step = g.step AND e.occurrence = 0
+      AND e.operation = 'fencepost.message'
+    LIMIT 1  -- one look into the index a message, whatever the statistics say: joined, an empty table's plan reads the whole ledger
+) AS e;
 
 -- name: record_messages
 -- Record messages as handled by $4; those that were not yet. Within a transaction it comes first, so that of two deliveries of one

@@ -1,6 +1,7 @@
 """Transactions for handlers, from a pool of their own: they may wait for one another, never in the way of leases and ledgers."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, cast
@@ -12,6 +13,8 @@ from fencepost.database import keep_nothing, translated
 from fencepost.errors import TransientError
 
 __all__ = ["Transactions"]
+
+_GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
 
 _SILENCE_SECONDS: Final = 5.0
 
@@ -82,16 +85,22 @@ async def _transaction_on(
             )
         yield
     except TimeoutError as error:
-        connection.terminate()
+        _cut(connection)
         raise TransientError("transaction: the database did not answer in time; nothing was committed") from error
     except asyncio.CancelledError:
-        connection.terminate()
+        _cut(connection)
         raise
     except BaseException:
-        await transaction.rollback()
+        with contextlib.suppress(*_GONE):  # the connection went first, and the transaction with it
+            await transaction.rollback()
         raise
     try:
         await transaction.commit()
-    except (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
-        connection.terminate()
+    except _GONE as error:
+        _cut(connection)
         raise Ambiguous("commit_unknown") from error
+
+
+def _cut(connection: "asyncpg.pool.PoolConnectionProxy[asyncpg.Record]") -> None:
+    with contextlib.suppress(asyncpg.InterfaceError):  # the pool has let go of it already
+        connection.terminate()

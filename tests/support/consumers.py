@@ -11,16 +11,23 @@ import asyncpg
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import GroupCoordinatorNotAvailableError
+from pydantic import BaseModel
 
 from consumer_sdk import Consumer, MessageHandlers, load_consumer_settings
 from tests.support.topics import TopicFactory
 from tests.support.waiting import eventually
 
-__all__ = ["SECRETS", "Stage", "stage"]
+__all__ = ["SECRETS", "Ping", "Stage", "sample", "stage"]
 
 #: FENCEPOST_IDEMPOTENCY_SECRETS of tests.
 SECRETS: Final = "1:QUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUE="
 _STOP_SECONDS: Final = 30.0
+
+
+class Ping(BaseModel):
+    """What is sent."""
+
+    n: int
 
 
 class Stage:
@@ -110,7 +117,7 @@ class Stage:
             await admin.close()
         return {partition.partition: kept.offset for partition, kept in found.items() if partition.topic == self.topic}
 
-    async def until_committed(self, offsets: Mapping[int, int], group: str | None = None) -> None:
+    async def until_committed(self, offsets: Mapping[int, int], group: str | None = None, *, seconds: float = 20) -> None:
         """Wait until the group has these offsets."""
 
         async def there() -> bool:
@@ -118,12 +125,16 @@ class Stage:
             assert {partition: committed.get(partition) for partition in offsets} == dict(offsets)
             return True
 
-        await eventually(there, 20)
+        await eventually(there, seconds)
 
     async def outcomes(self) -> dict[str, str]:
         """State of each message's row in the ledger, by its run key."""
         rows = await self.connection.fetch("SELECT run_key, state FROM fencepost.effects WHERE operation = 'fencepost.message'")
         return {row["run_key"]: row["state"] for row in rows}
+
+    async def seen(self) -> list[int]:
+        """What handlers wrote, in the order of their writes."""
+        return [row["n"] for row in await self.connection.fetch("SELECT n FROM seen ORDER BY at")]
 
     async def dead(self) -> list[asyncpg.Record]:
         """The dead letters, in the order of their places."""
@@ -133,6 +144,11 @@ class Stage:
         if self._producer is not None:
             await self._producer.stop()
         await self.connection.close()
+
+
+def sample(consumer: Consumer, name: str, **labels: str) -> float:
+    """A metric's value; 0 while it has none."""
+    return consumer._metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 @contextlib.asynccontextmanager
