@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from benchmarks.acceptance import acceptance
+from benchmarks.consumer import consumer
 from benchmarks.drain import drain
 from benchmarks.jobs import jobs
 from benchmarks.lab import BenchmarkFailed, Lab, open_lab
@@ -41,6 +42,8 @@ _OWN: Final[dict[tuple[str, bool], dict[str, float]]] = {
     ("acceptance", False): {"repeats": 5, "seconds": 5.0},
     ("jobs", True): {"rows": 2_000},
     ("jobs", False): {"rows": 40_000},
+    ("consumer", True): {"rows": 10_000},
+    ("consumer", False): {"rows": 100_000},
 }
 
 
@@ -70,12 +73,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, figures and ratios to this file")
     parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3; acceptance 5)")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run? The numbers mean little")
-    rows = "drain, memory, poll, jobs: rows of the backlog (default: 300,000; poll 1,000,000; jobs 40,000)"
+    rows = "rows of the backlog (default: drain and memory 300,000; poll 1,000,000; jobs 40,000; consumer 100,000)"
     parser.add_argument("--rows", type=int, help=rows)
     parser.add_argument("--history", type=int, help="jobs: finished and as many future jobs behind a claim (default: 1,000,000)")
     parser.add_argument("--claims", type=int, help="jobs: claims of a repeat, of each database (default: 2,000)")
-    parser.add_argument("--large-rows", type=int, help="memory: rows of 1 MB (default: 400)")
-    parser.add_argument("--seconds", type=float, help="latency, writers, acceptance: length of a window (default: 8; 5)")
+    parser.add_argument("--large-rows", type=int, help="memory, consumer: rows of 1 MB (default: 400)")
+    parser.add_argument("--seconds", type=float, help="latency, writers, acceptance, consumer: a window (default: 8; acceptance 5)")
+    parser.add_argument("--concurrency", type=int, help="consumer: one by one and of the bare commits (default: 10)", default=10)
     parser.add_argument("--writers", type=int, help="writers: how many (default: 16)", default=16)
     parser.add_argument("--wakeup", choices=["listen", "poll"], default="listen", help="latency: the relay's setting")
     parser.add_argument("--minutes", type=float, help="soak: how long faults go on (default: 3)", default=3.0)
@@ -117,8 +121,14 @@ def _jobs(lab: Lab, options: argparse.Namespace) -> Report:
     return jobs(lab, repeats=options.repeats, rows=options.rows, history=options.history, claims=options.claims)
 
 
+def _consumer(lab: Lab, options: argparse.Namespace) -> Report:
+    chosen = {name: getattr(options, name) for name in ("repeats", "rows", "large_rows", "seconds", "concurrency")}
+    return consumer(lab, **chosen)
+
+
 _BENCHMARKS: Final[dict[str, Callable[[Lab, argparse.Namespace], Report]]] = {
     "acceptance": _acceptance,
+    "consumer": _consumer,
     "drain": _drain,
     "jobs": _jobs,
     "latency": _latency,

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from email.message import Message
+from functools import partial
 from typing import ClassVar, Final, Literal
 
 from fencepost.errors import (
@@ -88,6 +89,9 @@ class RetryLater(Retryable):
             raise InvalidInput("seconds", f"must be a number from 0 to {_MOST_LATER_SECONDS}", "say when to try again")
         super().__init__(code, retry_after=math.ceil(seconds))
         self.seconds = seconds
+
+    def __reduce__(self) -> tuple[partial["RetryLater"], tuple[str]]:
+        return partial(type(self), seconds=self.seconds), (self.code,)
 
 
 class Terminal(_Stated):

@@ -42,7 +42,7 @@ class ConsumerMetrics:
             buckets=_BATCH, registry=registry)  # fmt: skip
         self._split = Counter("fencepost_consumer_batches_split", "Batches that failed and were tried in halves", registry=registry)
         self._statements = Histogram(
-            "fencepost_consumer_statement_seconds", "Time of a statement: known, record, dead_letter",
+            "fencepost_consumer_statement_seconds", "Time of a statement: record, dead_letter",
             ["statement"], buckets=_STATEMENT, registry=registry)  # fmt: skip
         self._database_errors = Counter(
             "fencepost_consumer_database_errors", "Statements that failed for a passing reason, by statement",

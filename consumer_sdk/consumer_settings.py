@@ -128,8 +128,8 @@ class ConsumerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _names_can_work(self) -> Self:
-        for topic in self.topics:
-            if not _TOPIC.fullmatch(topic):
+        for topic in self.topics or ("",):
+            if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
                 raise ValueError("FENCEPOST_CONSUMER_TOPICS must be names of topics, separated by commas")
         if self.consumer_dead_letter_topic and not _TOPIC.fullmatch(self.consumer_dead_letter_topic):
             raise ValueError("FENCEPOST_CONSUMER_DEAD_LETTER_TOPIC must be the name of a topic")

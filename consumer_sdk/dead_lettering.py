@@ -10,7 +10,15 @@ from typing import Final
 
 from consumer_sdk.delivery import Dead, Delivery
 from consumer_sdk.message_store import Copy
-from fencepost.wire import CONTENT_TYPE, MAX_HEADER_NAME_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_KEY_BYTES, MAX_PAYLOAD_BYTES
+from fencepost.wire import (
+    CONTENT_TYPE,
+    MAX_ATTRIBUTE_BYTES,
+    MAX_HEADER_NAME_BYTES,
+    MAX_HEADERS,
+    MAX_HEADERS_BYTES,
+    MAX_KEY_BYTES,
+    MAX_PAYLOAD_BYTES,
+)
 
 __all__ = ["copy_of"]
 
@@ -49,7 +57,7 @@ def copy_of(delivery: Delivery, dead: Dead, *, topic: str, consumer: str) -> Cop
         payload=payload,
         headers=_fitting(told, record.headers, omitted),
         content_type=_content_type(record.headers),
-        traceparent=None if message is None else message.traceparent,
+        traceparent=None if message is None else _bounded(message.traceparent),
     )
 
 
@@ -68,6 +76,11 @@ def _fitting(
         headers.append((_PREFIX + name, value))
         room -= size
     return [*headers, (_OMITTED, ",".join(omitted).encode())] if omitted else headers
+
+
+def _bounded(text: str | None) -> str | None:
+    """Text that the outbox takes for an attribute, or None."""
+    return text if text is not None and 1 <= len(text.encode()) <= MAX_ATTRIBUTE_BYTES else None
 
 
 def _content_type(headers: Sequence[tuple[str, bytes | None]]) -> str | None:

@@ -13,9 +13,9 @@ from consumer_sdk.effects import Reconciler
 from consumer_sdk.retry import Retry
 from fencepost.errors import ConfigurationError
 
-__all__ = ["Handler", "HandlerFunction", "Handlers", "InputModel", "check_function", "check_seconds"]
+__all__ = ["WORKFLOW", "Handler", "HandlerFunction", "Handlers", "InputModel", "check_function", "check_seconds"]
 
-_WORKFLOW: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+WORKFLOW: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 _MOST_SECONDS: Final = 366 * 86_400.0
 
 HandlerFunction = Callable[[RunContext, Any], Coroutine[Any, Any, object]]
@@ -99,7 +99,7 @@ class Handlers:
         """Register the decorated coroutine function. Raises ``ConfigurationError`` for what cannot work."""
         if callable(workflow):
             raise ConfigurationError('write @handlers.handler("the workflow\'s name"), with its name')
-        if not _WORKFLOW.fullmatch(workflow):
+        if not WORKFLOW.fullmatch(workflow):
             raise ConfigurationError("workflow: must be 1 to 200 characters of a-z A-Z 0-9 _ . : -")
         if workflow in self._handlers:
             raise ConfigurationError(f"workflow {workflow}: has a handler already; register each workflow once")

@@ -18,6 +18,7 @@ __all__ = ["Identity", "event_key", "place_key", "step_key"]
 
 _UUID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _MOST_BYTES: Final = 256
+_MOST_STEP_BYTES: Final = 1_000
 _PLAIN: Final = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -45,15 +46,25 @@ def step_key(consumer: str, step: str, message: Message[Any] | None = None) -> s
     """A handler's step as the ledger keeps it. A run's message may say which step and operation of the run it is about: two of one
     run are two effects then."""
     parts = [consumer, step]
-    if message is not None and message.run_id is not None:
-        parts += [part for part in (message.step, message.operation) if part is not None]
-    return "/".join(quote(part, safe=" :") for part in parts)
+    if message is not None and message.run_id is not None and (message.step or message.operation):
+        parts += [message.step or "", message.operation or ""]
+    text = "/".join(_quoted(part, safe=" :") for part in parts)
+    if len(text) <= _MOST_STEP_BYTES:
+        return text
+    return f"{_quoted(consumer, safe=' :')}/{_quoted(step, safe=' :')}/sha256:{_digest(*parts)}"
 
 
 def _told(kind: str, *parts: str) -> str:
     """``kind:a/b``, with whatever could be taken for a separator escaped; its digest where that does not fit."""
-    text = f"{kind}:" + "/".join(quote(part, safe=":") for part in parts)
+    text = f"{kind}:" + "/".join(_quoted(part, safe=":") for part in parts)
     if len(text) <= _MOST_BYTES and _PLAIN.fullmatch(text):
         return text
-    digest = hashlib.sha256(joined(kind.encode(), *(part.encode(errors="surrogatepass") for part in parts)))
-    return f"{kind}-sha256:{digest.hexdigest()}"
+    return f"{kind}-sha256:{_digest(kind, *parts)}"
+
+
+def _quoted(part: str, *, safe: str) -> str:
+    return quote(part, safe=safe, errors="surrogatepass")
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256(joined(*(part.encode(errors="surrogatepass") for part in parts))).hexdigest()

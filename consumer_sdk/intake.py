@@ -63,6 +63,8 @@ class Intake:
         """The same before payloads are validated, which is not worth its time for a message that was handled before."""
         try:
             message = self._handlers.adapter_of(record.topic)(record)
+            if not isinstance(message, Message):
+                raise TypeError("the adapter returned no message")
         except NotAMessage:
             return [self._unread(record, arrival, Refusal("undecodable", _NOT_A_MESSAGE, "not_a_message"))]
         except Exception as error:  # noqa: BLE001 - a boundary: an adapter is the author's, and no record may end the consumer
@@ -76,20 +78,23 @@ class Intake:
             arrival.left = len(deliveries)
         return deliveries
 
-    def redelivery(self, record: Record, identity: Identity, redrive: Redrive) -> Delivery:
-        """A dead letter's record once more, for the handler that it was given up by; under its identity if that still stands."""
+    def redeliveries(self, record: Record, identity: Identity, redrive: Redrive) -> Sequence[Delivery]:
+        """A dead letter's record once more, for the handler that it was given up by, under its identity.
+
+        Where no handler had taken it, all that take it now get it; the last of them ends the dead letter.
+        """
         deliveries = self.deliveries(record, None)
-        own = [one for one in deliveries if one.identity == identity] or deliveries
+        own = [one for one in deliveries if one.identity == identity] or list(deliveries)
         if not own:
             own = [self._unread(record, None, Refusal("unknown_type", "consumer_sdk.NoHandler", "type_ignored"))]
-        delivery = own[0]
-        delivery.redrive = redrive
-        delivery.first_tried_at = -math.inf  # one attempt: no patience, and no further one
-        if delivery.handler is not None:
-            delivery.attempts = delivery.handler.attempts - 1
-        else:
-            delivery.identity = identity
-        return delivery
+        for delivery in own:
+            delivery.first_tried_at = -math.inf  # one attempt: no patience, and no further one
+            if delivery.handler is not None:
+                delivery.attempts = delivery.handler.attempts - 1
+            else:
+                delivery.identity = identity
+        own[-1].redrive = redrive
+        return own
 
     def _delivery(self, record: Record, message: Message[None], handler: MessageHandler, arrival: Arrival | None) -> Delivery:
         step = self._steps.get(handler)

@@ -18,15 +18,21 @@ ENVIRONMENT: Final = Retry(base_seconds=0.2, cap_seconds=5)
 _ENVIRONMENT_STATES: Final = ("sqlstate_08", "sqlstate_53", "sqlstate_57", "sqlstate_58")
 _CANCELLED_STATE: Final = "sqlstate_57014"
 #: asyncpg's words for a connection that has gone under a handler, told by name as all drivers' errors are.
-_LOST_CONNECTIONS: Final = frozenset({"InterfaceError", "ConnectionDoesNotExistError", "InternalClientError"})
+_LOST_CONNECTIONS: Final = frozenset({"ConnectionDoesNotExistError", "InternalClientError"})
 _CONFLICT_STATE: Final = "sqlstate_40"
 
 
 def is_environment(error: Exception, failure: Failure) -> bool:
     """Whether nobody is at fault: then no attempt is spent."""
-    if isinstance(error, TransientError) or type(error).__name__ in _LOST_CONNECTIONS:
+    if isinstance(error, TransientError) or _is_lost(error):
         return True
-    return failure.code.startswith(_ENVIRONMENT_STATES) and failure.code != _CANCELLED_STATE
+    return failure.kind != "ambiguous" and failure.code.startswith(_ENVIRONMENT_STATES) and failure.code != _CANCELLED_STATE
+
+
+def _is_lost(error: Exception) -> bool:
+    """asyncpg raises InterfaceError for a closed connection, and for faults of the handler's code; only its words tell."""
+    name = type(error).__name__
+    return name in _LOST_CONNECTIONS or (name == "InterfaceError" and any(word in str(error) for word in ("closed", "connection")))
 
 
 def decide_failure(
@@ -42,7 +48,7 @@ def decide_failure(
         return postponed(delivery, failure, now=now, random=random)  # it answers by now, so this has an end
     if isinstance(error, RetryLater):
         return postponed(delivery, failure, now=now, seconds=error.seconds)
-    if isinstance(error, LeaseLost) or failure.code.startswith(_CONFLICT_STATE):
+    if isinstance(error, LeaseLost) or (failure.kind != "ambiguous" and failure.code.startswith(_CONFLICT_STATE)):
         return postponed(delivery, failure, now=now, random=random)
     if failure.kind == "retryable":
         return _retried(delivery, failure, random)

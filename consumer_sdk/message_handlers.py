@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from consumer_sdk.adapters import Adapter, cloud_events
 from consumer_sdk.codec import PLAIN, PayloadCodec
 from consumer_sdk.effects import Reconciler
-from consumer_sdk.handlers import InputModel, check_function, check_seconds
+from consumer_sdk.handlers import WORKFLOW, InputModel, check_function, check_seconds
 from consumer_sdk.message import Message
 from consumer_sdk.message_context import MessageContext
 from consumer_sdk.retry import Retry
@@ -225,6 +225,10 @@ def _check(handler: MessageHandler, retry: object) -> None:
         raise ConfigurationError(f"{what}: retry must be a consumer_sdk.Retry, or None for the default")
     if not _is_whole(handler.attempts) or not 1 <= handler.attempts <= _MOST_ATTEMPTS:
         raise ConfigurationError(f"{what}: attempts must be from 1 to {_MOST_ATTEMPTS}")
+    if handler.workflow is not None and not WORKFLOW.fullmatch(handler.workflow):
+        raise ConfigurationError(f"{what}: workflow must be 1 to 200 characters of a-z A-Z 0-9 _ . : -, or None")
+    if handler.attempt_seconds is None:
+        raise ConfigurationError(f"{what}: attempt_seconds must be a number: a handler that hangs holds its key back")
     check_seconds(f"{what}: attempt_seconds", handler.attempt_seconds)
     patience = handler.patience_seconds
     if not math.isfinite(patience) or not 0 <= patience <= _MOST_PATIENCE_SECONDS:

@@ -20,6 +20,9 @@ __all__ = ["Copy", "Letter", "MessageStore", "StoredRecord"]
 _SQL: Final = load_statements("consumer_sdk", "messages.sql")
 # Looking up, recording and giving up side by side, and one for the rest.
 _POOL_SIZE: Final = 4
+# The first and the last day of the calendar, less one for the zones.
+_FIRST_MS: Final = -62_135_510_400_000
+_LAST_MS: Final = 253_402_214_400_000
 _UNBOUNDED: Final = ("0", "0")
 
 
@@ -109,7 +112,7 @@ class MessageStore:
         rows = await self._fetch(
             "store_dead_letter",
             identity.run_key, identity.tenant_id, identity.step, self._holder, consumer,
-            record.topic, record.partition, record.offset, datetime.fromtimestamp(record.timestamp / 1000, UTC), event_type,
+            record.topic, record.partition, record.offset, _moment(record.timestamp), event_type,
             record.key, record.value, *_headers(record),
             dead.reason, dead.error_class, dead.error_code, attempts,
             *_copied(copy),
@@ -159,7 +162,8 @@ class MessageStore:
 
     async def forget(self, retention: timedelta, *, limit: int) -> int:
         """Delete what is past its retention; how much."""
-        return len(await self._fetch("forget_effects", retention, limit))
+        forgotten: int = (await self._fetch("forget_effects", retention, limit))[0]["forgotten"]
+        return forgotten
 
     async def dead_letters_waiting(self, consumer: str, *, most: int) -> tuple[int, float]:
         """How many wait for an operator, counted up to ``most``, and for how long the oldest has."""
@@ -169,6 +173,11 @@ class MessageStore:
 
 def _columns(identities: Sequence[Identity]) -> tuple[list[str], list[str], list[str]]:
     return [one[0] for one in identities], [one[1] for one in identities], [one[2] for one in identities]
+
+
+def _moment(milliseconds: int) -> datetime:
+    """The record's timestamp; producers may write any number, and one beyond the calendar is the calendar's end."""
+    return datetime.fromtimestamp(min(max(milliseconds, _FIRST_MS), _LAST_MS) / 1000, UTC)
 
 
 def _headers(record: Record) -> tuple[list[bytes], list[bytes | None]]:

@@ -103,23 +103,7 @@ SELECT clock_timestamp() - $1::interval AS oldest;
 
 -- name: forget_effects
 -- Delete up to $2 rows older than $1: not while a run of the lineage is alive, or a dead letter of the message may be redriven.
-DELETE FROM fencepost.effects AS e
-USING (
-    SELECT c.run_key, c.tenant_id, c.iteration, c.step, c.occurrence, c.operation FROM fencepost.effects AS c
-    WHERE c.created_at < clock_timestamp() - $1::interval AND c.finished_at < clock_timestamp() - $1::interval
-      AND NOT EXISTS (
-        SELECT FROM fencepost.runs AS r
-        WHERE c.run_id IS NOT NULL AND r.tenant_id = c.tenant_id AND r.finished_at IS NULL
-          AND (r.run_id = CASE WHEN c.run_id IS NOT NULL THEN c.run_key::uuid END
-               OR r.root_run_id <> r.run_id AND r.root_run_id = CASE WHEN c.run_id IS NOT NULL THEN c.run_key::uuid END))
-      AND NOT EXISTS (
-        SELECT FROM fencepost.dead_letters AS d
-        WHERE d.run_key = c.run_key AND d.tenant_id = c.tenant_id AND d.state IN ('dead', 'redriving'))
-    ORDER BY c.created_at LIMIT $2 FOR UPDATE SKIP LOCKED
-) AS old
-WHERE e.run_key = old.run_key AND e.tenant_id = old.tenant_id AND e.iteration = old.iteration AND e.step = old.step
-  AND e.occurrence = old.occurrence AND e.operation = old.operation
-RETURNING e.operation;
+SELECT fencepost.forget_effects($1, $2) AS forgotten;
 
 -- name: dead_letters_waiting
 -- How many dead letters of consumer $1 wait for an operator, counted up to $2, and since when the oldest has.

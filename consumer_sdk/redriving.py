@@ -13,7 +13,7 @@ import structlog
 
 from consumer_sdk.batches import BatchHandling
 from consumer_sdk.consumer_metrics import ConsumerMetrics
-from consumer_sdk.delivery import Again, Dead, Outcome, Refusal
+from consumer_sdk.delivery import Again, Dead, Delivery, Outcome, Refusal
 from consumer_sdk.handling import Handling
 from consumer_sdk.intake import Intake
 from consumer_sdk.message_store import Letter, MessageStore
@@ -87,7 +87,7 @@ class Redriving:
             self._metrics.redrive("dead")
             _log.warning("redrive_dead", reason=outcome.reason, code=outcome.error_code, **told)
         elif isinstance(outcome, Again):
-            # Only the environment can have prevented it: an attempt that failed has left it dead.
+            # Not now: an attempt that failed has left it dead.
             self._metrics.redrive("released")
             await self._store.release_redrive(letter.redrive)
         else:
@@ -96,9 +96,15 @@ class Redriving:
         return outcome
 
     async def _handled(self, letter: Letter) -> Outcome:
-        delivery = self._intake.redelivery(letter.record, letter.identity, letter.redrive)
+        *others, delivery = self._intake.redeliveries(letter.record, letter.identity, letter.redrive)
+        for other in others:  # each has a row of its own: what fails is a dead letter of its own, what was done is a duplicate
+            if isinstance(outcome := await self._delivered(other), Again):
+                return outcome
         if delivery.refusal is None and letter.created_at < await self._store.oldest_remembered(self._replay):
             delivery.refusal, delivery.handler = _TOO_OLD, None
+        return await self._delivered(delivery)
+
+    async def _delivered(self, delivery: Delivery) -> Outcome:
         if delivery.handler is None or not delivery.handler.batch:
             return await self._handling.handle(delivery)
         return (await self._batching.handle(delivery.handler, [delivery]))[0]

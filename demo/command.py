@@ -28,8 +28,9 @@ dawdle and write in bulk, two relays of which one is killed with -9 midway, and 
 what the writers committed with what the consumer read.
 
 After it a shop: its orders are charged by two consumers at a provider that honours no key, fails, hangs and hangs up. A
-consumer and the provider are killed, a consumer is frozen past its session, another joins and leaves. Then the shop's orders,
-the provider's book, the ledger and the events in Kafka are compared. Everything that was started is stopped again.
+relay, a consumer and the provider are killed in the middle of calls, a consumer is frozen past its session, another joins
+and leaves. Then the shop's orders, the provider's book, the ledger and the events in Kafka are compared. Everything that
+was started is stopped again.
 
 Exit codes: 0 nothing lost, no rollback published, every key in order, every order charged once or declined and ended once;
 1 otherwise; 2 the run itself went wrong.

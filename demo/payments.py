@@ -5,6 +5,7 @@ is the consumer's doing alone.
 """
 
 import asyncio
+import itertools
 import random
 import time
 import uuid
@@ -107,13 +108,15 @@ class Shop:
         self._rate = rate
         self._dice = random.Random(seed)
 
-    async def run(self, seconds: float) -> None:
-        """Place the orders of so many seconds; it takes longer where the database does. An error ends it."""
+    async def run(self, closing: asyncio.Event) -> None:
+        """Place orders until ``closing`` is set. Where the database is slow, it makes up for it. An error ends it."""
         connection = await asyncpg.connect(self._database_url)
         try:
             began = time.monotonic()
-            for number in range(round(seconds * self._rate)):
+            for number in itertools.count():
                 await asyncio.sleep(max(0.0, began + number / self._rate - time.monotonic()))
+                if closing.is_set():
+                    return
                 await self.place(connection)
         finally:
             await connection.close()

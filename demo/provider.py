@@ -153,9 +153,9 @@ class Provider:
 
     def _settled(self, wanted: Wanted) -> Answer:
         """The truth, whatever is told of it."""
-        self._book.receive(wanted.key)
         if time.time() >= wanted.before:
-            return _error(408, "too late")
+            return _error(408, "too late")  # and so no repeat: who asked can be frozen at any moment, and this one charges nothing
+        self._book.receive(wanted.key)
         known = None if self._temper.forget_keys else self._book.charged(wanted.key)
         if known is not None:
             same = (known.order, known.amount) == (wanted.order, wanted.amount)

@@ -1,32 +1,24 @@
 """Two relays as an operator runs them: processes of their own, set up by their environment, seen in the database."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import asyncpg
 
-from fencepost.devservices import ServicesError
-from fencepost.devservices.processes import Watchdog, tail
+from demo.processes import Processes
 
-__all__ = ["LEASE_SECONDS", "Fleet", "LaneView"]
+__all__ = ["LEASE_SECONDS", "RELAYS", "Fleet", "LaneView"]
 
 LEASE_SECONDS: Final = 5.0
+RELAYS: Final = ("relay-a", "relay-b")
 # A short lease, so that the survivor takes over while one watches. Half a second of margin is much on one machine.
 _SETTINGS: Final = {
     "LEASE_SECONDS": LEASE_SECONDS,
     "PUBLISH_DEADLINE_SECONDS": 2.5,
     "LEASE_MARGIN_SECONDS": 0.5,
     "HTTP_PORT": 0,
+    "SOURCE": "demo",
 }
-_STOP_SECONDS: Final = 20.0
-_NAMES: Final = ("relay-a", "relay-b")
 
 # A lane counts as held while its lease runs, whoever is behind it.
 _LANES: Final = """
@@ -55,80 +47,26 @@ class LaneView:
 
 
 class Fleet:
-    """The relays by name. Leaving the block stops those that still run."""
+    """Starts the relays of a database, and kills them."""
 
-    def __init__(self, database_url: str, bootstrap_servers: str, logs: Path) -> None:
-        self.killed: str | None = None
-        self._environment = _environment(database_url, bootstrap_servers)
-        self._logs = logs
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._watchdog = Watchdog()
+    def __init__(self, processes: Processes, *, database_url: str, bootstrap_servers: str) -> None:
+        self._processes = processes
+        self._settings = {**_SETTINGS, "DATABASE_URL": database_url, "KAFKA_BOOTSTRAP_SERVERS": bootstrap_servers}
 
-    def __enter__(self) -> "Fleet":
-        try:
-            for name in _NAMES:
-                self._start(name)
-        except BaseException:
-            self._watchdog.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        running = [process for process in self._processes.values() if process.poll() is None]
-        try:
-            for process in running:
-                process.terminate()
-            deadline = time.monotonic() + _STOP_SECONDS
-            for process in running:
-                _wait(process, deadline)
-        finally:
-            self._watchdog.close()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _NAMES
-
-    def check(self) -> None:
-        """Raise if a relay ended that nobody killed."""
-        for name, process in self._processes.items():
-            if name != self.killed and process.poll() is not None:
-                raise ServicesError(f"{name} ended with {process.returncode}; its log ends:\n{tail(self._log(name))}")
+    def start(self, name: str) -> None:
+        """Start the relay with this name."""
+        self._processes.start(name, ["-m", "fencepost", "relay", "run"], settings={**self._settings, "RELAY_NAME": name})
 
     def kill(self, name: str) -> None:
-        """kill -9: no goodbye, nothing released, whatever was in flight is left as it is."""
-        self.killed = name
-        self._processes[name].kill()
-        self._processes[name].wait()
+        """As a crash would."""
+        self._processes.kill(name)
 
-    def _start(self, name: str) -> None:
-        with self._log(name).open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fencepost", "relay", "run"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**self._environment, "FENCEPOST_RELAY_NAME": name},
-                # Ctrl-C is the demo's to handle: it stops the relays in order.
-                start_new_session=True,
-            )
-        self._processes[name] = process
-        self._watchdog.guard(process.pid, signal.SIGKILL)
+    def check(self) -> None:
+        """Raise if one ended that nobody has ended."""
+        self._processes.check()
 
-    def _log(self, name: str) -> Path:
-        return self._logs / f"{name}.log"
-
-
-def _environment(database_url: str, bootstrap_servers: str) -> Mapping[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FENCEPOST_")}
-    chosen: dict[str, object] = {
-        **_SETTINGS, "DATABASE_URL": database_url, "KAFKA_BOOTSTRAP_SERVERS": bootstrap_servers, "SOURCE": "demo/orders",
-    }  # fmt: skip
-    return kept | {f"FENCEPOST_{name}": str(value) for name, value in chosen.items()}
-
-
-def _wait(process: "subprocess.Popen[bytes]", deadline: float) -> None:
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    def start_missing(self) -> None:
+        """Whichever is not there."""
+        for name in RELAYS:
+            if self._processes.state(name) == "gone":
+                self.start(name)

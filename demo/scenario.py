@@ -1,33 +1,29 @@
-"""The run itself: two relays settle, writers write, one relay dies without a word, everything must arrive."""
+"""The run itself: two relays settle, writers write, one relay dies without a word, everything must arrive; then the payments."""
 
 import asyncio
 import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import asyncpg
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaError, for_code
 
 from demo.audit import Audit, Window, audit, latencies_ms, summary_ms
 from demo.consumer import Consumer
+from demo.ground import PARTITIONS, database, topics
 from demo.orders import OrderService
 from demo.payments_audit import PaymentsAudit
-from demo.relays import LEASE_SECONDS, Fleet, LaneView
+from demo.processes import Processes
+from demo.relays import LEASE_SECONDS, RELAYS, Fleet, LaneView
 from demo.shop_floor import ShopFloor
 from demo.view import Progress, View
 from fencepost.devservices import Services, ServicesError
-from migrations import migrate
 
 __all__ = ["Result", "Scenario"]
 
-_PARTITIONS: Final = 6
 _KILL_AT: Final = 0.5
 # Left out of the latency: broker, database and relays have all just started, and it falls over these seconds.
 _WARM_SECONDS: Final = 3.0
@@ -39,7 +35,6 @@ _DRAIN_SECONDS: Final = LEASE_SECONDS + 30.0
 _QUIET_SECONDS: Final = 1.5
 # What was committed right before the kill may be in the dead relay's hands, and waits for the takeover.
 _IN_HAND_SECONDS: Final = 0.5
-_LEADER_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,29 +83,38 @@ class Scenario:
 
     async def run(self) -> Result:
         """Run it. Raises ``ServicesError`` when the run itself went wrong; a broken promise is a result."""
-        async with self._database() as url, self._topic_created():
-            service = OrderService(url, self._topic, writers=self._writers, rate=self._rate, seed=random.randrange(1 << 32))
-            await service.prepare()
-            connection = await asyncpg.connect(url)
-            try:
-                with Fleet(url, self._services.bootstrap_servers, self._logs) as fleet:
-                    floor = ShopFloor(self._services, self._view, database_url=url, seconds=self._seconds, logs=self._logs)
-                    return await self._perform(service, fleet, LaneView(connection), floor)
-            finally:
-                connection.terminate()
+        brokers = self._services.bootstrap_servers
+        async with database(self._services) as (url, applied), topics(brokers, [self._topic]):
+            self._view.say(f"fencepost migrate: {applied} migrations applied; topic {self._topic} with {PARTITIONS} partitions")
+            with Processes(self._logs) as processes:
+                fleet = Fleet(processes, database_url=url, bootstrap_servers=brokers)
+                fleet.start_missing()
+                result = await self._deliver(url, fleet)
+                # After it: its processes would share the cores with the latencies that were just measured.
+                floor = ShopFloor(
+                    self._services, self._view, processes=processes, fleet=fleet, database_url=url, seconds=self._seconds
+                )
+                return replace(result, payments=await floor.run())
 
-    async def _perform(self, service: OrderService, fleet: Fleet, lanes: LaneView, floor: ShopFloor) -> Result:
+    async def _deliver(self, url: str, fleet: Fleet) -> Result:
+        """The first half: whether what was committed arrives."""
+        service = OrderService(url, self._topic, writers=self._writers, rate=self._rate, seed=random.randrange(1 << 32))
+        await service.prepare()
+        connection = await asyncpg.connect(url)
+        try:
+            return await self._perform(service, fleet, LaneView(connection))
+        finally:
+            connection.terminate()
+
+    async def _perform(self, service: OrderService, fleet: Fleet, lanes: LaneView) -> Result:
         async with Consumer(self._services.bootstrap_servers, self._topic) as consumer:
             await self._until_settled(fleet, lanes)
-            watching = asyncio.create_task(self._watch(service, consumer, fleet, lanes))
+            watching = asyncio.create_task(self._watch(service, consumer, lanes))
             try:
-                result = await self._act(service, consumer, fleet, lanes)
+                return await self._act(service, consumer, fleet, lanes)
             finally:
                 watching.cancel()
                 await asyncio.wait([watching])
-        # After it: their processes would share the cores with the latencies that were just measured.
-        async with floor.open():
-            return replace(result, payments=await floor.run())
 
     async def _act(self, service: OrderService, consumer: Consumer, fleet: Fleet, lanes: LaneView) -> Result:
         began = time.time()
@@ -146,16 +150,16 @@ class Scenario:
     async def _until_settled(self, fleet: Fleet, lanes: LaneView) -> None:
         count = await lanes.count()
         self._view.say(f"two relays start and share {count} lanes, each leased for {LEASE_SECONDS:g} s")
-        share = count // len(fleet.names)
+        share = count // len(RELAYS)
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while (held := await lanes.held()) != dict.fromkeys(fleet.names, share):
+        while (held := await lanes.held()) != dict.fromkeys(RELAYS, share):
             fleet.check()
             self._must_be_before(deadline, f"the relays did not settle: they hold {held}")
             await asyncio.sleep(_TICK_SECONDS / 2)
 
     async def _kill_one(self, fleet: Fleet, lanes: LaneView) -> float:
         held = await lanes.held()
-        victim = max(fleet.names, key=lambda name: held.get(name, 0))
+        victim = max(RELAYS, key=lambda name: held.get(name, 0))
         fleet.kill(victim)
         killed_at = time.time()
         self._progress.killed = victim
@@ -186,12 +190,12 @@ class Scenario:
         await asyncio.sleep(_QUIET_SECONDS)
         consumer.check()
 
-    async def _watch(self, service: OrderService, consumer: Consumer, fleet: Fleet, lanes: LaneView) -> None:
+    async def _watch(self, service: OrderService, consumer: Consumer, lanes: LaneView) -> None:
         while True:
             progress = self._progress
             progress.committed, progress.rolled_back = len(service.books.commits), len(service.books.rolled_back)
             progress.published = len(consumer.received_at)
-            progress.lanes = dict.fromkeys(fleet.names, 0) | await lanes.held()
+            progress.lanes = dict.fromkeys(RELAYS, 0) | await lanes.held()
             self._view.show(progress)
             await asyncio.sleep(_TICK_SECONDS)
 
@@ -199,41 +203,3 @@ class Scenario:
     def _must_be_before(deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise ServicesError(f"{what}; try again on a less busy machine")
-
-    # -- what the run stands on ----------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _database(self) -> AsyncIterator[str]:
-        url = await asyncio.to_thread(self._services.create_database)
-        try:
-            applied = await migrate(url)
-            self._view.say(f"fencepost migrate: {len(applied)} migrations applied")
-            yield url
-        finally:
-            await asyncio.to_thread(self._services.drop_database, url)
-
-    @asynccontextmanager
-    async def _topic_created(self) -> AsyncIterator[None]:
-        admin = AIOKafkaAdminClient(bootstrap_servers=self._services.bootstrap_servers)
-        await admin.start()
-        try:
-            response = await admin.create_topics([NewTopic(self._topic, _PARTITIONS, 1)])
-            for name, code, *_ in response.topic_errors:
-                if code:
-                    raise for_code(code)(name)
-            await self._until_led(admin)
-            self._view.say(f"topic {self._topic} with {_PARTITIONS} partitions")
-            yield
-        finally:
-            with contextlib.suppress(KafkaError):
-                await admin.delete_topics([self._topic])
-            await admin.close()
-
-    async def _until_led(self, admin: AIOKafkaAdminClient) -> None:
-        deadline = time.monotonic() + _LEADER_SECONDS
-        while True:
-            partitions = (await admin.describe_topics([self._topic]))[0]["partitions"]
-            if len(partitions) == _PARTITIONS and all(partition["leader"] >= 0 for partition in partitions):
-                return
-            self._must_be_before(deadline, f"topic {self._topic} has no leader on every partition")
-            await asyncio.sleep(_TICK_SECONDS / 4)

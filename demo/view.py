@@ -1,19 +1,27 @@
 """What the demo shows while it runs, and the table at the end: live on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from demo.audit import Audit
 from demo.payments_audit import PaymentsAudit
+from demo.payments_state import Counts
+from demo.processes import State
 
-__all__ = ["Progress", "View", "result_table"]
+__all__ = ["PaymentsProgress", "Progress", "View", "payments_table", "result_table"]
 
 _PLAIN_LINE_SECONDS: Final = 2.0
+_COLOURS: Final[Mapping[State, str]] = {
+    "running": "[green]running[/green]",
+    "frozen": "[cyan]frozen[/cyan]",
+    "gone": "[dim]-[/dim]",
+}
 
 
 @dataclass
@@ -32,14 +40,23 @@ class Progress:
         return max(0, self.committed - self.published)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaymentsProgress:
+    """The moment's numbers of the payments, and what became of each process."""
+
+    counts: Counts
+    states: Mapping[str, State]
+
+
 class View:
-    """``say`` is for what happens once, ``show`` for the numbers, as often as one likes."""
+    """``say`` is for what happens once, ``show`` and ``show_payments`` for the numbers, as often as one likes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._started = time.monotonic()
         self._live: Live | None = None
         self._shown_at = 0.0
+        self._panels: dict[str, RenderableType] = {}
 
     def __enter__(self) -> "View":
         self._started = time.monotonic()
@@ -59,15 +76,26 @@ class View:
 
     def show(self, progress: Progress) -> None:
         """The numbers of the moment."""
+        lanes = ", ".join(f"{name} {count} lanes" for name, count in sorted(progress.lanes.items()))
+        line = (
+            f"committed {progress.committed:,}  rolled back {progress.rolled_back:,}  published {progress.published:,}  "
+            f"lag {progress.lag:,}  {lanes}"
+        )
+        self._show("delivery", line, self._panel(progress))
+
+    def show_payments(self, progress: PaymentsProgress) -> None:
+        """The payments' numbers of the moment."""
+        numbers = "  ".join(f"{name} {count:,}" for name, count in _numbers(progress.counts).items())
+        unwell = "".join(f"  {name} {state}" for name, state in progress.states.items() if state == "frozen")
+        self._show("payments", numbers + unwell, self._payments_panel(progress))
+
+    def _show(self, part: str, line: str, panel: RenderableType) -> None:
+        self._panels[part] = panel
         if self._live is not None:
-            self._live.update(self._panel(progress), refresh=True)
+            self._live.update(Group(*self._panels.values()), refresh=True)
         elif time.monotonic() - self._shown_at >= _PLAIN_LINE_SECONDS:
             self._shown_at = time.monotonic()
-            lanes = ", ".join(f"{name} {count} lanes" for name, count in sorted(progress.lanes.items()))
-            self.say(
-                f"committed {progress.committed:,}  rolled back {progress.rolled_back:,}  published {progress.published:,}  "
-                f"lag {progress.lag:,}  {lanes}"
-            )
+            self.say(line)
 
     def _clock(self) -> str:
         return f"{time.monotonic() - self._started:5.1f} s"
@@ -83,12 +111,35 @@ class View:
         table.add_row(*(f"{count:,}" for count in counts), *(self._lanes(progress, name) for name in names))
         return table
 
+    def _payments_panel(self, progress: PaymentsProgress) -> RenderableType:
+        title = f"{self._clock()}  shop → outbox → relays → Kafka → consumers → provider, once → outbox → relays → Kafka"
+        numbers = Table(title=title, title_justify="left")
+        for name in _numbers(progress.counts):
+            numbers.add_column(name, justify="right", min_width=9)
+        numbers.add_row(*(f"{count:,}" for count in _numbers(progress.counts).values()))
+        states = Table(show_header=True)
+        for name in progress.states:
+            states.add_column(name, min_width=9)
+        states.add_row(*(_COLOURS[state] for state in progress.states.values()))
+        return Group(numbers, states)
+
     @staticmethod
     def _lanes(progress: Progress, name: str) -> str:
         count = progress.lanes.get(name, 0)
         if name == progress.killed:
             return f"[red]killed, {count} leased[/red]" if count else "[red]killed[/red]"
         return f"{count} lanes"
+
+
+def _numbers(counts: Counts) -> Mapping[str, int]:
+    return {
+        "orders": counts.orders,
+        "charged": counts.charged,
+        "declined": counts.declined,
+        "unknown": counts.unknown,
+        "reconciled": counts.reconciled,
+        "dead letters": counts.dead_letters,
+    }
 
 
 def result_table(found: Audit, rate: float, latency: dict[str, float | None], takeover: dict[str, float | None]) -> Table:
@@ -122,6 +173,8 @@ def payments_table(found: PaymentsAudit) -> Table:
     table.add_row("uncharged", _judged(found.uncharged), "neither charged nor declined: must be 0")
     table.add_row("completed_once", f"{found.completed_once:,}", "ended by one event that tells the provider's truth: must be all")
     table.add_row("unknown_left", _judged(found.unknown_left), "calls that nobody knows the answer to: must be 0")
+    table.add_row("repeats", _judged(found.repeats), "requests for what had been charged: must be 0")
+    table.add_row("completed_twice", _judged(found.completed_twice), "ended by two events: must be 0")
     table.add_row("reconciled", f"{found.reconciled:,}", "charges known only by asking the provider afterwards")
     return table
 

@@ -11,10 +11,11 @@ from fencepost.devservices.processes import Watchdog
 from tests.support.consumer_handlers import SCHEMA
 from tests.support.consumer_process import ConsumerProcesses
 from tests.support.consumers import Stage, stage
+from tests.support.records import read_all
+from tests.support.relay_process import RelayFactory
 from tests.support.runs import Runs
 from tests.support.service_process import Setting
 from tests.support.topics import TopicFactory, create_topic
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.services
 
@@ -66,7 +67,7 @@ async def sent(made: Stage, kind: str) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "point"), EVERY, ids=lambda part: "-".join(map(str, part)) if isinstance(part, tuple) else part)
 async def test_whatever_the_point_everything_exists_once(
-    made: Stage, processes: ConsumerProcesses, kind: str, point: tuple[str, str, int]
+    made: Stage, processes: ConsumerProcesses, start_relay: RelayFactory, kind: str, point: tuple[str, str, int]
 ) -> None:
     """CONSUME-2, 8, 15, 21; LEDGER-2, 3, 4, 9, 12, 13."""
     dead_letters = f"{made.topic}-dead"
@@ -94,8 +95,10 @@ async def test_whatever_the_point_everything_exists_once(
     if kind == "poison":
         letters = await made.dead()
         assert [letter["run_key"] for letter in letters] == events
-        published = await made.connection.fetch("SELECT event_type FROM fencepost.outbox")
-        assert [row["event_type"] for row in published] == ["fencepost.message_dead_lettered"] * MESSAGES
+        start_relay(made.database_url, made.kafka)
+        published = await read_all(made.kafka, dead_letters, count=MESSAGES)
+        assert len({dict(record.headers)["ce_id"] for record in published}) == MESSAGES
+        assert {dict(record.headers)["ce_type"] for record in published} == {b"fencepost.message_dead_lettered"}
     if kind == "fencepost.run_queued":
         states = await made.connection.fetch("SELECT state, output FROM fencepost.runs")
         assert {(row["state"], row["output"]) for row in states} == {("completed", b'{"done":true}')}
@@ -116,25 +119,3 @@ async def test_a_message_that_ends_its_process_is_given_up_and_the_partition_mov
     assert (letter["event_type"], letter["error_code"]) == ("deadly", "process_ended")
     assert await made.connection.fetchval("SELECT count(*) FROM begun") == 3
     assert await made.connection.fetchval("SELECT count(*) FROM written") == 1
-
-
-async def test_a_frozen_member_changes_nothing_when_it_wakes(made: Stage, processes: ConsumerProcesses) -> None:
-    """CONSUME-6, CONSUME-18: it is paused in mid-handler, past its session; another handles the message; it wakes too late."""
-    await made.send({"seconds": 0.5}, type="slow")
-    frozen = processes.start()
-    await eventually(lambda: _count(made, "begun"), 30)
-    frozen.pause()
-    processes.start()
-    await made.until_committed({0: 1})
-    rows = await made.connection.fetch("SELECT holder, generation FROM fencepost.effects")
-    frozen.resume()
-    await made.send({"n": 2}, type="transaction")
-    await made.until_committed({0: 2})
-    assert len(rows) == 1
-    again = await made.connection.fetch("SELECT holder, generation FROM fencepost.effects WHERE step LIKE '%/slow'")
-    assert again == rows
-
-
-async def _count(made: Stage, table: str) -> int:
-    found: int = await made.connection.fetchval(f"SELECT count(*) FROM {table}")
-    return found

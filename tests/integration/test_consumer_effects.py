@@ -89,7 +89,9 @@ async def effects(made: Stage) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "error", [Terminal("no_stock"), Retryable("busy"), Ambiguous("who_knows"), RuntimeError("odd")], ids=lambda one: type(one).__name__
+    "error",
+    [Terminal("no_stock"), Retryable("busy"), Ambiguous("who_knows"), RuntimeError("odd")],
+    ids=lambda one: type(one).__name__,
 )
 async def test_no_error_erases_an_effect(one: Stage, provider: Provider, error: Exception) -> None:
     """LEDGER-14, LEDGER-11: given up, redelivered and redriven, the row stays as it is, and there was one call."""

@@ -106,7 +106,7 @@ async def test_completion_message_row_domain_row_and_event_are_one_commit(one: S
 
 
 async def test_of_a_run_that_was_taken_over_before_the_commit_nothing_exists(one: Stage, runs: Runs) -> None:
-    """LEDGER-10: LeaseLost; no domain row, event, completion or outcome. The message waits for the new holder, and is done with it."""
+    """LEDGER-10: LeaseLost; no domain row, event, completion or outcome. The message waits for the new holder."""
     raised, other = list[Exception](), runs.by("w2")
 
     async def overtaken(message: Message[Any], context: MessageContext) -> None:

@@ -1,6 +1,6 @@
 """The demo's and the benchmarks' counting: each counter must be able to fail, and each number is what its name says.
 
-Two benchmarks run in a tiny size: a side that does not work any more fails here, not in the next measurement.
+Three benchmarks run in a tiny size: a side that does not work any more fails here, not in the next measurement.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,12 @@ from typer.testing import CliRunner
 
 from benchmarks import run_backlog
 from benchmarks.acceptance import acceptance
+from benchmarks.consumer import consumer
+from benchmarks.consuming import must_be_whole
 from benchmarks.jobs import jobs
 from benchmarks.lab import BenchmarkFailed, Lab
 from benchmarks.measure import Mark, delays_ms, growth, rate_between_marks, ratios, rounded, spread, summary_ms
+from benchmarks.order_messages import SCHEMA
 from benchmarks.poll import buffers_of
 from benchmarks.report import Report
 from benchmarks.workers.acceptors import WAYS
@@ -301,3 +304,33 @@ def test_a_worker_that_left_a_job_out_fails_the_jobs_benchmark(database_url: str
         assert not run_backlog.is_done(connection)
         with pytest.raises(BenchmarkFailed, match="0 attempts were completed for 3 jobs"):
             run_backlog.jobs_per_second(connection, 3)
+
+
+def test_the_consumer_benchmark_reports_each_side_its_ratios_and_the_memory(lab: Lab) -> None:
+    found = consumer(lab, repeats=1, rows=500, large_rows=12, seconds=0.3, concurrency=3).as_json()
+
+    assert set(found["ratios"]) == {"one_by_one_vs_bare_commits", "batched_vs_one_by_one", "redelivery_vs_first"}
+    figures = found["figures"]
+    sides = [figures[name] for name in ("batched", "redelivery", "one_by_one", "bare", "bare_domain_only")]
+    assert all(side["messages_per_second"] > 0 for side in sides)
+    assert figures["redelivery"]["wal_bytes_per_message"] < figures["batched"]["wal_bytes_per_message"]
+    assert all(figures["memory"][f"payload_{size}_bytes"]["peak_rss_mib"] > 20 for size in (200, 1_000_000))
+
+
+@pytest.mark.parametrize(("handled", "recorded"), [(["a"], ["a", "b"]), (["a", "a"], ["a", "b"]), (["a", "b"], ["a"])])
+def test_a_consumer_that_left_a_message_out_or_handled_one_twice_fails_its_benchmark(
+    database_url: str, handled: list[str], recorded: list[str]
+) -> None:
+    ledger = """
+    INSERT INTO fencepost.effects (run_key, tenant_id, iteration, step, occurrence, operation, state, holder, finished_at)
+    SELECT one, '', 0, 'bench/store', 0, 'fencepost.message', 'succeeded', 'test', now() FROM unnest(%s::text[]) AS one
+    """
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        connection.execute(SCHEMA)
+        connection.execute(
+            "INSERT INTO orders (event_id, order_id, amount) SELECT one, '', 1 FROM unnest(%s::text[]) AS one", [handled]
+        )
+        connection.execute(ledger, [recorded])
+
+    with pytest.raises(BenchmarkFailed, match="for 2 messages"):
+        must_be_whole(database_url, 2)

@@ -47,7 +47,7 @@ async def test_every_python_block_of_the_documents_runs(environment: dict[str, s
     outputs = [await run_python(["-c", block], environment) for page in PAGES for block in blocks(page)]
     assert len(outputs) >= 4
     assert sum("committed" in output for output in outputs) >= 2
-    assert sum("order.placed" in output for output in outputs) >= 2
+    assert sum("order.placed" in output for output in outputs) >= 1
     assert "created replayed True\nidempotency_conflict\nqueued 1\n" in outputs
 
 

@@ -9,6 +9,7 @@ import json
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from demo.payments import (
 )
 from demo.payments_audit import Completion, audit_payments
 from demo.payments_evidence import gather_evidence, read_completions
+from demo.payments_state import Counts, PaymentsState
 from demo.provider import Moods, Provider, ProviderServer, Temper
 from demo.provider_book import Book
 from demo.provider_client import ProviderClient, ProviderError
@@ -143,9 +145,12 @@ async def test_an_order_that_is_ended_twice_has_two_events_to_show_for_it(connec
 async def test_the_shop_rolls_some_orders_back_and_what_it_placed_has_an_event(connection: Any, database_url: str) -> None:
     shop = Shop(database_url, "payments", rate=400, seed=4)
 
-    await shop.run(0.5)
+    closing = asyncio.Event()
+    running = asyncio.create_task(shop.run(closing))
+    await eventually(lambda: len(shop.placed) + len(shop.rolled_back) >= 200, message="200 orders are placed or rolled back")
+    closing.set()
+    await running
 
-    assert len(shop.placed) + len(shop.rolled_back) == 200
     assert 0 < len(shop.rolled_back) < len(shop.placed)
     rows = await connection.fetch("SELECT order_id FROM payment_orders")
     assert sorted(row["order_id"] for row in rows) == sorted(shop.placed)
@@ -177,6 +182,40 @@ async def test_a_topic_without_an_event_has_no_completions(kafka: str, topic: To
     found: list[Completion] = await asyncio.wait_for(read_completions(kafka, await topic(partitions=2)), 30)
 
     assert found == []
+
+
+_CALL: Final = """
+INSERT INTO fencepost.effects (run_key, tenant_id, iteration, step, occurrence, operation, state, holder, fingerprint,
+                               fingerprint_version, provider_key, finished_at, deadline_at, sends)
+VALUES ($1, '', 0, 'charge', 0, 'provider.charge', $2, $3, $4, 1, $1, CASE WHEN $2 = 'applied' THEN clock_timestamp() END,
+        clock_timestamp() + $5::interval, 1)
+"""
+
+
+async def test_the_state_of_the_payments_tells_calls_that_are_out_from_those_that_nobody_has_an_answer_to(connection: Any) -> None:
+    await place(connection)
+    soon, past = timedelta(minutes=1), timedelta(minutes=-1)
+    calls = (("sent", "c-1/a", soon), ("sent", "c-1/a", past), ("unknown", "c-10/b", past), ("applied", "c-2/c", past))
+    for number, (state, holder, deadline) in enumerate(calls):
+        await connection.execute(_CALL, f"fp_{number}", state, holder, bytes(32), deadline)
+    payments = PaymentsState(connection)
+
+    assert await payments.counts() == Counts(
+        orders=1, waiting=1, charged=1, declined=0, unknown=2, reconciled=1, dead_letters=0, open=3
+    )
+    assert [await payments.calling(name) for name in ("c-1", "c-10", "c-2", None)] == [1, 0, 0, 1]
+    assert not await payments.ended()
+
+
+async def test_the_payments_have_ended_when_no_order_waits_and_no_charge_is_open(connection: Any) -> None:
+    payments = PaymentsState(connection)
+    await place(connection)
+    async with connection.transaction():
+        await mark_declined(connection, ORDER, topic="payments")
+
+    assert await payments.ended()
+    await connection.execute(_CALL, "fp_1", "sent", "c-1/a", bytes(32), timedelta(minutes=-1))
+    assert not await payments.ended()
 
 
 async def test_the_ledger_charges_each_order_once_at_a_provider_in_every_mood_that_forgets_keys(

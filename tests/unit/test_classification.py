@@ -25,7 +25,7 @@ import urllib3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer_sdk.classification import Ambiguous, Failure, Kind, Retryable, Terminal, classify, proven
+from consumer_sdk.classification import Ambiguous, Failure, Kind, Retryable, RetryLater, Terminal, classify, proven
 from fencepost.errors import (
     ConfigurationError,
     EffectUnknown,
@@ -118,6 +118,7 @@ TABLE: list[tuple[str, Exception, Kind, str]] = [
     ("the request was sent; its answer never came", sent(httpx.ReadTimeout, "POST"), A, "timeout"),
     # What an author says
     ("the handler knows that nothing happened", Retryable("accelerator_busy"), R, "accelerator_busy"),
+    ("the handler asks for another time", RetryLater("shop_closed", seconds=30), R, "shop_closed"),
     ("the handler knows that it does not know", Ambiguous("commit_unknown"), A, "commit_unknown"),
     ("a word from the handler outweighs what made it speak", because(Terminal("no_route"), TimeoutError()), T, "no_route"),
     # HTTP by status
@@ -307,10 +308,29 @@ def test_a_code_is_a_bounded_name_and_a_refusal_does_not_quote_it(
     assert str(refused.value) == "code: 1 to 64 of a-z 0-9 _; name the kind of failure, without values"
 
 
-def test_an_authors_word_survives_the_way_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(Retryable("busy", retry_after="5")))
+@pytest.mark.parametrize(
+    "error",
+    [Retryable("busy", retry_after="5"), RetryLater("closed", seconds=2.5), Terminal("refused"), Ambiguous("lost")],
+    ids=repr,
+)
+def test_an_authors_word_survives_the_way_between_processes(error: Exception) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
 
-    assert classify(error) == classify(Retryable("busy", retry_after="5"))
+    assert classify(arrived) == classify(error)
+    assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(0, "0"), (0.1, "1"), (30, "30"), (86_400, "86400")])
+def test_later_is_a_time_that_a_runs_attempt_waits_as_well(seconds: float, header: str) -> None:
+    error = RetryLater("closed", seconds=seconds)
+
+    assert (error.seconds, classify(error).retry_after) == (seconds, header)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, 86_401, float("inf"), float("nan")])
+def test_later_is_within_a_day(seconds: float) -> None:
+    with pytest.raises(InvalidInput, match="seconds: must be a number from 0 to 86400; say when to try again"):
+        RetryLater("closed", seconds=seconds)
 
 
 @given(
@@ -330,6 +350,7 @@ def test_whatever_an_error_carries_the_outcome_is_safe_and_bounded(status: objec
 
 PROVEN: list[tuple[str, Exception, Kind]] = [
     ("the author says so", Retryable("busy"), R),
+    ("the author says so: not now", RetryLater("closed", seconds=30), R),
     ("the author says so", Terminal("declined"), T),
     ("the author's word, under what the client made of it", because(RuntimeError(), Retryable("busy")), R),
     ("refused", answered(402), T),

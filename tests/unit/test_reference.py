@@ -16,7 +16,7 @@ def test_a_reference_page_is_what_the_code_says(page: str) -> None:
     assert (REFERENCE / page).read_text() == PAGES[page], "run scripts/reference"
 
 
-@pytest.mark.parametrize("page", ["settings.md", "worker-settings.md"])
+@pytest.mark.parametrize("page", ["settings.md", "worker-settings.md", "consumer-settings.md"])
 def test_every_setting_says_why_its_default_is_what_it_is(page: str) -> None:
     rows = [line for line in PAGES[page].splitlines() if line.startswith("| `FENCEPOST_")]
     assert len(rows) > 10
