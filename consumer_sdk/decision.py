@@ -12,7 +12,7 @@ from consumer_sdk.jobs import Completion, FailedAttempt, Release
 from consumer_sdk.retry import Retry
 from fencepost.errors import InvalidCommand
 
-__all__ = ["Action", "Drop", "Ended", "Raised", "Returned", "StopReason", "WasCancelled", "decide"]
+__all__ = ["Action", "Drop", "Ended", "Raised", "Returned", "StopReason", "WasCancelled", "asked_seconds", "decide"]
 
 
 class StopReason(Enum):
@@ -113,5 +113,9 @@ def _delay(state: AttemptState, failure: Failure, retry: Retry, random: Callable
     if failure.kind != "retryable":
         return None
     delay = retry.delay(state.claim.attempt - 1, state.claim.retry_delay_seconds, random=random)
-    asked = None if failure.retry_after is None else retry.retry_after_seconds(failure.retry_after, now=datetime.now(UTC))
-    return delay if asked is None else max(delay, asked)
+    return max(delay, asked_seconds(failure, retry) or 0.0)
+
+
+def asked_seconds(failure: Failure, retry: Retry) -> float | None:
+    """How long a provider has asked to wait, within the policy; None if it has not, or in no way that can be read."""
+    return None if failure.retry_after is None else retry.retry_after_seconds(failure.retry_after, now=datetime.now(UTC))

@@ -2,10 +2,10 @@
 
 import random as _random
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Final
 
 from consumer_sdk.classification import Failure, RetryLater, classify
+from consumer_sdk.decision import asked_seconds
 from consumer_sdk.delivery import Again, Dead, Delivery
 from consumer_sdk.retry import Retry
 from fencepost.errors import LeaseLost, TransientError
@@ -78,8 +78,4 @@ def _retried(delivery: Delivery, failure: Failure, random: Callable[[], float]) 
     if delivery.attempts + 1 >= handler.attempts:
         return Dead("attempts_exhausted", failure.error_class, failure.code)
     delay = handler.retry.delay(delivery.attempts, delivery.delay_seconds, random=random)
-    return Again(max(delay, _asked_seconds(handler.retry, failure) or 0.0), spent=True)
-
-
-def _asked_seconds(retry: Retry, failure: Failure) -> float | None:
-    return None if failure.retry_after is None else retry.retry_after_seconds(failure.retry_after, now=datetime.now(UTC))
+    return Again(max(delay, asked_seconds(failure, handler.retry) or 0.0), spent=True)

@@ -41,7 +41,8 @@ def noting() -> tuple[MessageHandlers, list[int]]:
 
 
 async def transact(made: Stage, number: int, *, commit: bool) -> None:
-    """One message in a Kafka transaction of its own."""
+    """One message in a Kafka transaction of its own, and its marker, which the broker writes after it has answered."""
+    began = await end_of(made)
     producer = AIOKafkaProducer(bootstrap_servers=made.kafka, transactional_id=f"{made.topic}-{number}")
     await producer.start()
     try:
@@ -52,6 +53,22 @@ async def transact(made: Stage, number: int, *, commit: bool) -> None:
         await (producer.commit_transaction() if commit else producer.abort_transaction())
     finally:
         await producer.stop()
+
+    async def marked() -> bool:
+        return await end_of(made) == began + 2
+
+    await eventually(marked)
+
+
+async def end_of(made: Stage) -> int:
+    """The partition's end, transactions and markers included."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=made.kafka)
+    await consumer.start()
+    try:
+        partition = TopicPartition(made.topic, 0)
+        return int((await consumer.end_offsets([partition]))[partition])
+    finally:
+        await consumer.stop()
 
 
 async def set_offset(made: Stage, offset: int) -> None:
