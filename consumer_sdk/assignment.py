@@ -86,7 +86,6 @@ class Assignment:
         self.bytes = 0
         self.room = asyncio.Event()
         self.room.set()
-        self.closed = False
 
     @property
     def messages(self) -> int:
@@ -157,7 +156,6 @@ class Assignment:
 
     async def close(self, grace_seconds: float) -> bool:
         """Start nothing more; let what is at work end, and cancel it when the grace is over. Whether all of it has ended."""
-        self.closed = True
         if self._sorter is not None:
             self._sorter.cancel()
         self._dispatcher.stop()

@@ -7,6 +7,7 @@ from typing import Final
 
 import structlog
 
+from consumer_sdk.calling import called
 from consumer_sdk.classification import Failure
 from consumer_sdk.context import AttemptState, RunContext
 from consumer_sdk.decision import Action, Drop, Ended, Raised, Returned, StopReason, WasCancelled, decide
@@ -23,10 +24,6 @@ __all__ = ["Attempt"]
 _log = structlog.get_logger(__name__)
 
 _INVALID_INPUT: Final = InvalidCommand("input", "does not fit the handler's model", "accept it anew in the right form")
-
-
-class HandlerExited(Exception):
-    """A handler tried to end the process."""
 
 
 class Attempt:
@@ -101,7 +98,7 @@ class Attempt:
         except Exception as refused:  # noqa: BLE001 - a boundary: the model is the author's, and no input may end the worker
             _log.warning("input_refused", run_id=str(self.state.claim.key.run_id), problems=problems_of(refused))
             return Raised(_INVALID_INPUT)
-        handling = asyncio.create_task(self._call(value))
+        handling = asyncio.create_task(called(self._handler.function, RunContext(self.state, self._writer), value))
         self._handling = handling
         if self.reason is not None:
             handling.cancel()  # it was asked to stop before there was anything to stop
@@ -114,15 +111,6 @@ class Attempt:
             return WasCancelled()
         error = handling.exception()
         return Returned(handling.result()) if error is None else Raised(error)
-
-    async def _call(self, value: object) -> object:
-        try:
-            return await self._handler.function(RunContext(self.state, self._writer), value)
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # noqa: BLE001
-            # sys.exit() in a library, say: it is the end of this attempt, not of all the others.
-            raise HandlerExited(f"the handler raised {type(error).__name__}") from None
 
     async def _write(self, action: Action) -> None:
         try:

@@ -6,18 +6,22 @@ itself, and nobody else an attempt.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final
 
-from consumer_sdk.classification import Ambiguous
+from consumer_sdk.calling import called
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Delivery, Done, Outcome
 from consumer_sdk.dispatch import LaneKey
-from consumer_sdk.handling import AttemptDeadline, HandlerExited, Handling
+from consumer_sdk.handling import AttemptDeadline, Handling
 from consumer_sdk.identity import Identity
-from consumer_sdk.message_handlers import BatchFunction, MessageHandler
-from consumer_sdk.message_writer import DeliveryState, MessageWriter
+from consumer_sdk.message_context import commit_told_by_its_row
+from consumer_sdk.message_handlers import MessageHandler
+from consumer_sdk.message_writer import MessageWriter
 from fencepost.clock import lease_clock
 from fencepost.errors import InvariantViolated, TransientError
+
+if TYPE_CHECKING:
+    import asyncpg
 
 __all__ = ["BatchHandling"]
 
@@ -71,10 +75,7 @@ class BatchHandling:
 
     async def _put_off(self, deliveries: Sequence[Delivery], error: TransientError, outcomes: dict[Delivery, Outcome]) -> None:
         """Nobody's fault: all wait, and no attempt is spent. What may have been committed shows at the next try."""
-        for delivery in deliveries:
-            outcomes[delivery] = await self._handling.failed(delivery, error) if delivery is deliveries[0] else _NOT_YET
-        wait = outcomes[deliveries[0]]
-        outcomes.update(dict.fromkeys(deliveries, wait))
+        outcomes.update(dict.fromkeys(deliveries, await self._handling.failed(deliveries[0], error)))
 
     async def _committed(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> dict[Delivery, Outcome]:
         """One transaction. Its first statement records the messages, so that of two consumers that hold one message, one waits."""
@@ -99,34 +100,22 @@ class BatchHandling:
         first: dict[Identity, Delivery] = {}
         for delivery in deliveries:
             first.setdefault(delivery.identity, delivery)
-        try:
+        with commit_told_by_its_row():
             async with self._writer.transaction() as connection:
                 new = await self._recorded(connection, first, handler)
                 if new:
-                    await _called(cast("BatchFunction", handler.function), new, connection)
-        except Ambiguous as error:
-            if error.code == "commit_unknown":
-                raise TransientError("transaction: no answer to the commit") from error
-            raise
+                    messages = [delivery.message for delivery in new if delivery.message is not None]
+                    await called(handler.function, messages, connection)
         return set(new)
 
-    async def _recorded(self, connection: object, first: dict[Identity, Delivery], handler: MessageHandler) -> Sequence[Delivery]:
-        deliveries = list(first.values())
-        if deliveries[0].redrive is not None:  # always alone
-            state = DeliveryState(deliveries[0], effect_run="", effect_step="", stopping=asyncio.Event())
-            return deliveries if await self._writer.record_within(connection, state) else []  # type: ignore[arg-type]
-        recorded = await self._writer.store.record_within(connection, list(first), limit_seconds=handler.attempt_seconds)  # type: ignore[arg-type]
+    async def _recorded(
+        self, connection: "asyncpg.Connection", first: dict[Identity, Delivery], handler: MessageHandler
+    ) -> Sequence[Delivery]:
+        (*_, last) = first.values()
+        if last.redrive is not None:  # always alone
+            return [last] if await self._writer.record_delivery(connection, last) else []
+        recorded = await self._writer.store.record_within(connection, list(first), limit_seconds=handler.attempt_seconds)
         return [delivery for identity, delivery in first.items() if identity in recorded]
-
-
-async def _called(function: BatchFunction, deliveries: Sequence[Delivery], connection: object) -> None:
-    messages = [delivery.message for delivery in deliveries if delivery.message is not None]
-    try:
-        await function(messages, connection)  # type: ignore[arg-type]
-    except (Exception, asyncio.CancelledError):
-        raise
-    except BaseException as error:  # noqa: BLE001
-        raise HandlerExited(f"the handler raised {type(error).__name__}") from None
 
 
 def lane_of(delivery: Delivery) -> LaneKey:

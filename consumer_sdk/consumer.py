@@ -7,7 +7,6 @@ handling and committing run side by side, so a handler that takes long neither l
 import asyncio
 import contextlib
 import random
-import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from secrets import token_hex
@@ -22,6 +21,7 @@ from consumer_sdk.assignment import Assignment
 from consumer_sdk.batches import BatchHandling
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.consumer_settings import ConsumerSettings, unknown_consumer_variables
+from consumer_sdk.faults import raise_fault
 from consumer_sdk.handling import Handling
 from consumer_sdk.incarnation import Incarnation
 from consumer_sdk.intake import Intake
@@ -37,7 +37,7 @@ from consumer_sdk.tracing import Tracing
 from consumer_sdk.worker_settings import load_worker_settings
 from fencepost import __version__
 from fencepost.clock import lease_clock
-from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
+from fencepost.errors import ConfigurationError, TransientError
 from fencepost.health import HealthServer
 from fencepost.secrets import Secrets
 
@@ -58,7 +58,6 @@ _FORGET_MOST: Final = 1_000
 _TRIALS_REMEMBERED: Final = timedelta(days=7)
 _WAITING_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 1_000
-_MOST_FRAMES: Final = 12
 _END_SECONDS: Final = 2.0
 
 
@@ -262,7 +261,6 @@ class Consumer:
             longest_attempt_seconds=max(handler.attempt_seconds for handler in self._handlers.all),
             replay=timedelta(days=settings.consumer_replay_days),
             metrics=self._metrics,
-            answered=lambda: None,
         )
         self._member.join()
         loops = [self._poll_forever(), self._commit_forever(), self._watch(), self._measure(), self._maintain()]
@@ -280,7 +278,7 @@ class Consumer:
             if self._assignment is not None:
                 await self._assignment.close(0)
             await asyncio.wait([*tasks, *ends], timeout=_END_SECONDS)
-        self._raise_fault(tasks)
+        raise_fault("consumer", self._fault, tasks)
         _log.info("consumer_stopped")
 
     # Fetching
@@ -596,20 +594,6 @@ class Consumer:
     def _fail(self, error: BaseException) -> None:
         self._fault = self._fault or error
         self._faulted.set()
-
-    def _raise_fault(self, loops: Sequence[asyncio.Task[None]]) -> None:
-        fault = self._fault
-        for loop in loops:
-            if fault is None and loop.done() and not loop.cancelled():
-                fault = loop.exception()
-        if isinstance(fault, ConfigurationError):
-            raise fault
-        if fault is not None:
-            # The frames and the class, not the message: a PostgreSQL error's detail quotes rows.
-            frames = traceback.extract_tb(fault.__traceback__)[-_MOST_FRAMES:]
-            stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-            _log.error("consumer_failed", error_class=type(fault).__name__, at=stack)
-            raise InvariantViolated("a part of the consumer failed in an unforeseen way; the process ends") from fault
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but not for a stop."""

@@ -93,9 +93,9 @@ def show(
 
       fencepost dead-letters show 01a2297b-0198-7227-a94b-e181bb24ee35 --payload-to payload.bin
     """
-    letter, effects, history, payload = asyncio.run(_shown(database_url, dead_letter_id))
+    letter, effects, history = asyncio.run(_shown(database_url, dead_letter_id))
     if payload_to is not None:
-        _write(payload_to, payload)
+        _write(payload_to, asyncio.run(_rows(database_url, "dead_letter_payload", dead_letter_id))[0]["payload"])
     if as_json:
         print_json({**plain(letter), "effects": [plain(row) for row in effects], "history": [plain(row) for row in history]})
         return
@@ -105,7 +105,7 @@ def show(
         typer.echo(f"{'history':<10}{printable(row['command'])} by {printable(row['actor'])}: {printable(row['reason'])}")
 
 
-async def _shown(database_url: str, dead_letter_id: UUID) -> tuple[Any, Sequence[Any], Sequence[Any], bytes | None]:
+async def _shown(database_url: str, dead_letter_id: UUID) -> tuple[Any, Sequence[Any], Sequence[Any]]:
     async with inspecting(database_url) as inspector:
         found = await inspector.rows("dead_letter", dead_letter_id)
         if not found:
@@ -113,8 +113,7 @@ async def _shown(database_url: str, dead_letter_id: UUID) -> tuple[Any, Sequence
         letter = found[0]
         effects = await inspector.rows("effects_of", letter["tenant_id"], [letter["run_key"]], None, _MOST_AT_ONCE)
         history = await inspector.rows("dead_letter_audit", str(dead_letter_id))
-        payload = (await inspector.rows("dead_letter_payload", dead_letter_id))[0]["payload"]
-    return letter, effects, history, payload
+    return letter, effects, history
 
 
 def _facts(letter: Mapping[str, Any], effects: Sequence[Any]) -> list[tuple[str, str]]:

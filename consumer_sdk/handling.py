@@ -7,6 +7,7 @@ from typing import Final, cast
 
 import structlog
 
+from consumer_sdk.calling import called
 from consumer_sdk.classification import Retryable, classify
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Dead, Delivery, Done, Outcome
@@ -21,7 +22,7 @@ from consumer_sdk.tracing import Tracing
 from fencepost.clock import lease_clock
 from fencepost.errors import AlreadyHandled, InvariantViolated
 
-__all__ = ["AttemptDeadline", "HandlerExited", "Handling"]
+__all__ = ["AttemptDeadline", "Handling"]
 
 _log = structlog.get_logger(__name__)
 
@@ -34,10 +35,6 @@ class AttemptDeadline(Retryable):
 
     def __init__(self) -> None:
         super().__init__("attempt_deadline")
-
-
-class HandlerExited(Exception):
-    """A handler tried to end the process."""
 
 
 class Handling:
@@ -160,16 +157,11 @@ class Handling:
         assert delivery.handler is not None
         try:
             async with asyncio.timeout(delivery.handler.attempt_seconds) as limit:
-                await function(delivery.message, context)
+                await called(function, delivery.message, context)
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise AttemptDeadline from error
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # noqa: BLE001
-            # sys.exit() in a library, say: it is the end of this attempt, not of all the others.
-            raise HandlerExited(f"the handler raised {type(error).__name__}") from None
 
     async def _recorded(self, delivery: Delivery) -> Done:
         if delivery.redrive is not None:

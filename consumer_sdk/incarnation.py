@@ -23,9 +23,9 @@ from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Schema, TaggedFields
 
-from fencepost.errors import ConfigurationError, TransientError
+from fencepost.errors import ConfigurationError, FencepostError, TransientError
 
-__all__ = ["Incarnation", "incarnations"]
+__all__ = ["Incarnation", "UnknownTopic", "incarnations"]
 
 _NO_ID: Final = UUID(int=0)
 _REMEDIES: Final[Mapping[int, str]] = {
@@ -33,6 +33,10 @@ _REMEDIES: Final[Mapping[int, str]] = {
     TopicAuthorizationFailedError.errno: "grant the consumer DESCRIBE and READ on it",
     InvalidTopicError.errno: "no topic can have this name; correct it",
 }
+
+
+class UnknownTopic(TransientError):
+    """There is no such topic, as far as the broker that was asked has heard."""
 
 
 class Incarnation(NamedTuple):
@@ -72,11 +76,15 @@ async def _asked(client: AIOKafkaClient, topics: Collection[str]) -> Any:
 def _topic_id(code: int, name: str, identity: UUID) -> UUID:
     if code:
         error = for_code(code)
-        kind = TransientError if error.retriable else ConfigurationError
+        kind = UnknownTopic if error is UnknownTopicOrPartitionError else _kind_of(error)
         raise kind(f"topic {name}: {error.__name__}; {_REMEDIES.get(code, 'see the log of the Kafka broker')}")
     if identity == _NO_ID:
         raise ConfigurationError(f"topic {name} has no id; set inter.broker.protocol.version to 2.8 or newer")
     return identity
+
+
+def _kind_of(error: type[KafkaError]) -> type[FencepostError]:
+    return TransientError if error.retriable else ConfigurationError
 
 
 class _Uuid(AbstractType[UUID]):  # type: ignore[misc]

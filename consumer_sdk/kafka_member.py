@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from consumer_sdk.consumer_settings import ConsumerSettings
-from consumer_sdk.incarnation import Incarnation, incarnations
+from consumer_sdk.incarnation import Incarnation, UnknownTopic, incarnations
 from consumer_sdk.raw_fetch import RawBatch, fetch_batch
 from fencepost.errors import ConfigurationError, TransientError
 
@@ -196,10 +196,8 @@ class KafkaMember:
         """Whether there is such a topic."""
         try:
             await incarnations(self._consumer._client, [topic])
-        except TransientError as error:
-            if "create it" in str(error):
-                return False
-            raise
+        except UnknownTopic:
+            return False
         return True
 
     async def stop(self) -> None:

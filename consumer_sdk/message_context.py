@@ -1,8 +1,8 @@
 """What a handler sees of one message beside the message: who it is, effects that happen once, and the transaction that ends it."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from consumer_sdk.classification import Ambiguous
@@ -13,10 +13,21 @@ from fencepost.errors import AlreadyHandled, ConfigurationError, InvalidInput, L
 if TYPE_CHECKING:
     import asyncpg
 
-__all__ = ["HandlingState", "MessageContext", "MessageWriter"]
+__all__ = ["HandlingState", "MessageContext", "MessageWriter", "commit_told_by_its_row"]
 
 _DEFAULT_LIMITS: Final = CallLimits()
 _RESERVED: Final = "fencepost."
+
+
+@contextmanager
+def commit_told_by_its_row() -> Iterator[None]:
+    """Of a COMMIT without an answer the message's own row tells, and everything else with it: so it is tried again."""
+    try:
+        yield
+    except Ambiguous as error:
+        if error.code == "commit_unknown":
+            raise TransientError("transaction: no answer to the commit") from error
+        raise
 
 
 class HandlingState:
@@ -116,22 +127,18 @@ class MessageContext:
             raise TransactionRequired("this attempt is in a transaction already; use its connection")
         self._in_transaction = True
         try:
-            if self.run is None:
-                async with self._writer.transaction() as connection:
-                    await self._record(connection)
+            with commit_told_by_its_row():
+                if self.run is None:
+                    async with self._writer.transaction() as connection:
+                        await self._record(connection)
+                        yield connection
+                    self._state.recorded = True
+                    return
+                async with self.run.transaction() as connection:
                     yield connection
-                self._state.recorded = True
-                return
-            async with self.run.transaction() as connection:
-                yield connection
-                if completes := self.run.completes:
-                    await self._record(connection)
-            self._state.recorded = completes
-        except Ambiguous as error:
-            if error.code == "commit_unknown":
-                # The message's own row tells whether it was committed, and everything else with it.
-                raise TransientError("transaction: no answer to the commit") from error
-            raise
+                    if completes := self.run.completes:
+                        await self._record(connection)
+                self._state.recorded = completes
         finally:
             self._in_transaction = False
 

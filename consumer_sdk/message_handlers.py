@@ -4,16 +4,16 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from consumer_sdk.adapters import Adapter, cloud_events
 from consumer_sdk.codec import PLAIN, PayloadCodec
-from consumer_sdk.effects import Reconciler
-from consumer_sdk.handlers import WORKFLOW, InputModel, check_function, check_seconds
 from consumer_sdk.message import Message
 from consumer_sdk.message_context import MessageContext
+from consumer_sdk.reconcilers import Reconcilers
+from consumer_sdk.registration import WORKFLOW, InputModel, check_function, check_model_and_retry, check_seconds
 from consumer_sdk.retry import Retry
 from fencepost.errors import ConfigurationError
 from fencepost.wire import MAX_ATTRIBUTE_BYTES
@@ -27,7 +27,6 @@ MessageFunction = Callable[[Message[Any], MessageContext], Coroutine[Any, Any, o
 BatchFunction = Callable[[Sequence[Message[Any]], "asyncpg.Connection"], Coroutine[Any, Any, object]]
 _Message = TypeVar("_Message", bound=MessageFunction)
 _Batch = TypeVar("_Batch", bound=BatchFunction)
-_Reconciler = TypeVar("_Reconciler", bound=Reconciler)
 
 _STEP: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _MOST_ATTEMPTS: Final = 100
@@ -65,7 +64,7 @@ class MessageHandler:
         return json.loads(payload.decode()) if self.model is None else self.model.model_validate_json(payload)
 
 
-class MessageHandlers:
+class MessageHandlers(Reconcilers):
     """What a consumer does with messages. Use ``handler`` and ``batch_handler`` as decorators::
 
         app = MessageHandlers()
@@ -77,9 +76,9 @@ class MessageHandlers:
     """
 
     def __init__(self, *, codec: PayloadCodec = PLAIN) -> None:
+        super().__init__()
         self.codec = codec
         self._handlers: dict[str, list[MessageHandler]] = defaultdict(list)
-        self._reconcilers: dict[str, Reconciler] = {}
         self._adapters: dict[str, Adapter] = {}
         self._ignored: set[str] = set()
 
@@ -156,22 +155,6 @@ class MessageHandlers:
             raise ConfigurationError(f"topic {topic}: has an adapter already")
         self._adapters[topic] = adapter
 
-    def reconciler(self, operation: str) -> Callable[[_Reconciler], _Reconciler]:
-        """Register the decorated ``async def reconciler(effect)``, which asks the provider what became of an effect."""
-        if operation in self._reconcilers:
-            raise ConfigurationError(f"operation {operation}: has a reconciler already; register each operation once")
-
-        def register(function: _Reconciler) -> _Reconciler:
-            check_function(f"operation {operation}: the reconciler", function, "the effect", 1)
-            self._reconcilers[operation] = function
-            return function
-
-        return register
-
-    @property
-    def reconcilers(self) -> Mapping[str, Reconciler]:
-        return dict(self._reconcilers)
-
     @property
     def all(self) -> Sequence[MessageHandler]:
         return [handler for handlers in self._handlers.values() for handler in handlers]
@@ -217,12 +200,9 @@ def _check(handler: MessageHandler, retry: object) -> None:
     what = f"type {handler.type}"
     if not _STEP.fullmatch(handler.step):
         raise ConfigurationError(f"{what}: step must be 1 to 64 characters of a-z A-Z 0-9 _ . : -")
-    if handler.model is not None and not isinstance(handler.model, InputModel):
-        raise ConfigurationError(f"{what}: model must be a pydantic model class, or None for plain JSON")
+    check_model_and_retry(what, handler.model, retry)
     if handler.version is not None and (not _is_whole(handler.version) or handler.version < 1):
         raise ConfigurationError(f"{what}: version must be a whole number from 1, or None for any")
-    if not isinstance(retry, Retry | None):
-        raise ConfigurationError(f"{what}: retry must be a consumer_sdk.Retry, or None for the default")
     if not _is_whole(handler.attempts) or not 1 <= handler.attempts <= _MOST_ATTEMPTS:
         raise ConfigurationError(f"{what}: attempts must be from 1 to {_MOST_ATTEMPTS}")
     if handler.workflow is not None and not WORKFLOW.fullmatch(handler.workflow):

@@ -53,7 +53,7 @@ class StoredRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Letter:
-    """A dead letter in hand. ``age_days`` counts from when it was given up."""
+    """A dead letter in hand. ``created_at``: when it was given up."""
 
     redrive: Redrive
     identity: Identity

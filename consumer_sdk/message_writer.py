@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from consumer_sdk.batching import Batcher
@@ -10,16 +11,16 @@ from consumer_sdk.codec import PayloadCodec
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.dead_lettering import copy_of
 from consumer_sdk.delivery import Dead, Delivery
-from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
+from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.identity import Identity
 from consumer_sdk.ledger import Ledger
 from consumer_sdk.message_context import HandlingState
 from consumer_sdk.message_store import MessageStore
 from consumer_sdk.run_store import ROLE
-from consumer_sdk.transactions import Transactions
+from consumer_sdk.transactions import Transactions, open_effects
 from fencepost.clock import lease_clock
-from fencepost.database import StatementPool, Statements
+from fencepost.database import Statements
 from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
 
@@ -48,7 +49,6 @@ class DeliveryState(HandlingState):
             stopping=stopping,
         )
         self.delivery = delivery
-        self.limit_seconds = delivery.handler.attempt_seconds
 
 
 class HandlerTransactions(Protocol):
@@ -96,18 +96,9 @@ class MessageWriter:
         """With pools of its own at a database, which open at first use."""
         connections = min(concurrency, _MOST_CONNECTIONS)
 
-        async def open_effects() -> StatementPool:
-            return await StatementPool.open(
-                database_url,
-                EFFECT_STATEMENTS,
-                role=ROLE,
-                size=connections,
-                timeout_seconds=statement_seconds,
-                server_settings={"application_name": "fencepost-ledger"},
-            )
-
+        effects = partial(open_effects, database_url, role=ROLE, size=connections, timeout_seconds=statement_seconds)
         transactions = Transactions(database_url, role=ROLE, size=connections + 1, limit_seconds=statement_seconds)
-        return cls(transactions=transactions, open_effects=open_effects, **given)
+        return cls(transactions=transactions, open_effects=effects, **given)
 
     async def record(self, identity: Identity) -> bool:
         """Record a message as handled. False: it was already."""
@@ -134,7 +125,12 @@ class MessageWriter:
     async def record_within(self, connection: "asyncpg.Connection", state: HandlingState) -> bool:
         """Record the message as handled, in a transaction of its handler's. False: it was already."""
         assert isinstance(state, DeliveryState)
-        delivery, limit = state.delivery, state.limit_seconds
+        return await self.record_delivery(connection, state.delivery)
+
+    async def record_delivery(self, connection: "asyncpg.Connection", delivery: Delivery) -> bool:
+        """The same for what a handler of batches is given."""
+        assert delivery.handler is not None
+        limit = delivery.handler.attempt_seconds
         if delivery.redrive is None:
             return bool(await self.store.record_within(connection, [delivery.identity], limit_seconds=limit))
         ended, recorded = await self.store.finish_redrive_within(

@@ -5,7 +5,6 @@ A redrive is one attempt. It ends the dead letter, or leaves it dead with the ne
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
@@ -24,13 +23,12 @@ __all__ = ["Redriving"]
 _log = structlog.get_logger(__name__)
 
 _LOOK_SECONDS: Final = 1.0
-_MOST_AT_ONCE: Final = 10
 _MARGIN_SECONDS: Final = 30.0
 _TOO_OLD: Final = Refusal("too_old", "consumer_sdk.TooOld", "older_than_replay_days")
 
 
 class Redriving:
-    """``oldest`` is how far back dead letters may be handled anew. Several consumers share the work by the database's locks."""
+    """``replay`` is how far back dead letters may be handled anew. Several consumers share the work by the database's locks."""
 
     def __init__(
         self,
@@ -43,7 +41,6 @@ class Redriving:
         longest_attempt_seconds: float,
         replay: timedelta,
         metrics: ConsumerMetrics,
-        answered: Callable[[], None],
     ) -> None:
         self._consumer = consumer
         self._store = store
@@ -53,14 +50,12 @@ class Redriving:
         self._hold_seconds = longest_attempt_seconds + _MARGIN_SECONDS
         self._replay = replay
         self._metrics = metrics
-        self._answered = answered
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Look for dead letters to redrive until stopped."""
         while not stopping.is_set():
             try:
                 letters = await self._store.claim_redrives(self._consumer, hold_seconds=self._hold_seconds, limit=1)
-                self._answered()
                 for letter in letters:
                     outcome = await self.redrive(letter)
                     if isinstance(outcome, Again):

@@ -10,12 +10,12 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from consumer_sdk.batching import Batcher
 from consumer_sdk.context import AttemptState
-from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
+from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Settled, Standing
 from consumer_sdk.ledger import Ledger
 from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
-from consumer_sdk.transactions import Transactions
+from consumer_sdk.transactions import Transactions, open_effects
 from consumer_sdk.worker_metrics import WorkerMetrics
 from fencepost.clock import lease_clock
 from fencepost.database import StatementPool, translated
@@ -139,13 +139,8 @@ class RunWriter:
         async with self._opening:
             if self._ledger is None:
                 secrets = self._secrets or Secrets.from_environment()
-                self._effects = await StatementPool.open(
-                    self._database_url,
-                    EFFECT_STATEMENTS,
-                    role=ROLE,
-                    size=self._connections,
-                    timeout_seconds=self._lease_seconds,
-                    server_settings={"application_name": "fencepost-ledger"},
+                self._effects = await open_effects(
+                    self._database_url, role=ROLE, size=self._connections, timeout_seconds=self._lease_seconds
                 )
                 self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets, count=self._metrics.effect)
         return self._ledger

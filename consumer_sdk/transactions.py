@@ -1,4 +1,4 @@
-"""Transactions for handlers, from a pool of their own: they may wait for one another, never in the way of leases and ledgers."""
+"""Connections for what handlers do: transactions, and the ledger. They may wait for one another, never in the way of leases."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,11 @@ from typing import Final, cast
 import asyncpg
 
 from consumer_sdk.classification import Ambiguous
-from fencepost.database import keep_nothing, translated
+from consumer_sdk.effect_store import EFFECT_STATEMENTS
+from fencepost.database import StatementPool, keep_nothing, translated
 from fencepost.errors import TransientError
 
-__all__ = ["Transactions"]
+__all__ = ["Transactions", "open_effects"]
 
 _GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
 
@@ -63,6 +64,18 @@ class Transactions:
                         server_settings={"application_name": "fencepost-handler"},
                     )
         return self._pool
+
+
+async def open_effects(database_url: str, *, role: str, size: int, timeout_seconds: float) -> StatementPool:
+    """The ledger's statements, on connections of their own: handlers that wait for it must not wait in the way of leases."""
+    return await StatementPool.open(
+        database_url,
+        EFFECT_STATEMENTS,
+        role=role,
+        size=size,
+        timeout_seconds=timeout_seconds,
+        server_settings={"application_name": "fencepost-ledger"},
+    )
 
 
 @asynccontextmanager

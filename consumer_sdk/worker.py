@@ -7,7 +7,6 @@ that cannot be renewed ends its handler by this machine's clock, before the data
 import asyncio
 import contextlib
 import random
-import traceback
 from collections.abc import Coroutine, Sequence
 from secrets import token_hex
 from typing import Any, Final
@@ -17,6 +16,7 @@ import structlog
 from consumer_sdk.attempt import Attempt
 from consumer_sdk.context import AttemptState
 from consumer_sdk.decision import StopReason
+from consumer_sdk.faults import raise_fault
 from consumer_sdk.handlers import Handlers
 from consumer_sdk.jobs import Claim, JobKey, Reaped
 from consumer_sdk.lease_keeping import LeaseKeeper
@@ -27,7 +27,7 @@ from consumer_sdk.worker_metrics import WorkerMetrics
 from consumer_sdk.worker_settings import WorkerSettings, unknown_worker_variables
 from fencepost import __version__
 from fencepost.clock import lease_clock
-from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
+from fencepost.errors import ConfigurationError, TransientError
 from fencepost.health import HealthServer
 from fencepost.secrets import Secrets
 
@@ -40,7 +40,6 @@ _BLOCKED_SECONDS: Final = 1.0
 _MEASURE_SECONDS: Final = 5.0
 _DEPTH_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 500
-_MOST_FRAMES: Final = 12
 # From so many slots on a claim takes half of them, so that one half is executed while the other is claimed.
 _CLAIMS_HALF_FROM: Final = 50
 _LOOP_STALLED_SECONDS: Final = 30.0
@@ -184,7 +183,7 @@ class Worker:
         finally:
             await self._end([*loops, claiming])
             await writer.close()
-        self._raise_fault([*loops, claiming])
+        raise_fault("worker", self._fault, [*loops, claiming])
         _log.info("worker_stopped")
 
     def _loops(self, store: RunStore, keeper: LeaseKeeper, bell: WorkerBell | None) -> Sequence[Coroutine[Any, Any, None]]:
@@ -348,20 +347,6 @@ class Worker:
         for task in [*tasks, *self._tasks]:
             task.cancel()
         await asyncio.wait([*tasks, *self._tasks], timeout=_END_SECONDS)
-
-    def _raise_fault(self, loops: Sequence[asyncio.Task[None]]) -> None:
-        fault = self._fault
-        for loop in loops:
-            if fault is None and loop.done() and not loop.cancelled():
-                fault = loop.exception()
-        if isinstance(fault, ConfigurationError):
-            raise fault
-        if fault is not None:
-            # The frames and the class, not the message: a PostgreSQL error's detail quotes rows.
-            frames = traceback.extract_tb(fault.__traceback__)[-_MOST_FRAMES:]
-            stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-            _log.error("worker_failed", error_class=type(fault).__name__, at=stack)
-            raise InvariantViolated("a part of the worker failed in an unforeseen way; the process ends") from fault
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but not for a stop."""

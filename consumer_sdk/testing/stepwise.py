@@ -98,7 +98,6 @@ class StepwiseConsumer:
             longest_attempt_seconds=self._hold_seconds,
             replay=_REPLAY,
             metrics=metrics,
-            answered=lambda: None,
         )
 
     async def receive(self, records: Sequence[Record], *, suspect: bool = False) -> Sequence[Sequence[Attempt]]:

@@ -3,7 +3,6 @@
 The provider knows no idempotency keys on purpose: whatever reaches it twice stands twice in its book.
 """
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,9 +13,10 @@ from typing import Any, Final
 import asyncpg
 
 from consumer_sdk.effect_store import EFFECT_STATEMENTS, EffectStore
-from consumer_sdk.effects import Absent, Applied, CallLimits, Effect, EffectKey, Reconciler, RunFence
+from consumer_sdk.effects import CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.ledger import Ledger
 from consumer_sdk.run_store import ROLE
+from consumer_sdk.testing.bench import Provider
 from fencepost.database import StatementPool
 from fencepost.secrets import Secrets
 from tests.support.runs import Held, Runs
@@ -32,39 +32,6 @@ _PASS: Final = """
 UPDATE fencepost.effects SET held_until = held_until - $1::interval, deadline_at = deadline_at - $1, sent_at = sent_at - $1,
     first_sent_at = first_sent_at - $1, created_at = created_at - $1
 """
-
-
-class Provider:
-    """Charges cards. Each entry of ``before`` and ``after`` meets one call: an error is raised, an event is waited for."""
-
-    def __init__(self) -> None:
-        self.book: list[str] = []
-        self.calls: list[Effect] = []
-        self.asked: list[Effect] = []
-        self.before: list[BaseException | asyncio.Event | None] = []
-        self.after: list[BaseException | asyncio.Event | None] = []
-        self.reached = asyncio.Event()
-
-    async def charge(self, effect: Effect) -> object:
-        self.calls.append(effect)
-        self.reached.set()
-        await self._meet(self.before)
-        self.book.append(effect.key)
-        await self._meet(self.after)
-        return {"receipt": len(self.book), "token": effect.fencing_token}
-
-    async def state(self, effect: Effect) -> Applied | Absent | None:
-        """A reconciler that looks into the book."""
-        self.asked.append(effect)
-        return Applied({"receipt": "found"}, reference="ch_1") if effect.key in self.book else Absent()
-
-    @staticmethod
-    async def _meet(script: list[BaseException | asyncio.Event | None]) -> None:
-        met = script.pop(0) if script else None
-        if isinstance(met, asyncio.Event):
-            await met.wait()
-        elif met is not None:
-            raise met
 
 
 @dataclass(frozen=True, kw_only=True)

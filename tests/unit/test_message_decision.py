@@ -7,9 +7,10 @@ from typing import Any, Final
 import asyncpg
 import pytest
 
+from consumer_sdk.calling import HandlerExited
 from consumer_sdk.classification import Ambiguous, Retryable, RetryLater, Terminal, classify
 from consumer_sdk.delivery import Again, Dead, DeadReason, Delivery
-from consumer_sdk.handling import AttemptDeadline, HandlerExited
+from consumer_sdk.handling import AttemptDeadline
 from consumer_sdk.identity import Identity
 from consumer_sdk.message_decision import ENVIRONMENT, decide_failure, postponed
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers

@@ -1,0 +1,21 @@
+"""Calls a handler, so that whatever it raises ends its attempt and nothing else."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["HandlerExited", "called"]
+
+
+class HandlerExited(Exception):
+    """A handler tried to end the process."""
+
+
+async def called(function: Callable[..., Coroutine[Any, Any, object]], *arguments: object) -> object:
+    """What the handler returns. Raises ``HandlerExited`` for sys.exit() in a library, say."""
+    try:
+        return await function(*arguments)
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # noqa: BLE001
+        raise HandlerExited(f"the handler raised {type(error).__name__}") from None
