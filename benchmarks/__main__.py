@@ -17,7 +17,9 @@ from benchmarks.latency import latency
 from benchmarks.memory import memory
 from benchmarks.poll import poll
 from benchmarks.report import Report
+from benchmarks.routes import routes
 from benchmarks.soak import soak
+from benchmarks.streams import streams
 from benchmarks.writers import writers
 from fencepost.devservices import ServicesError
 
@@ -42,6 +44,10 @@ _OWN: Final[dict[tuple[str, bool], dict[str, float]]] = {
     ("acceptance", False): {"repeats": 5, "seconds": 5.0},
     ("jobs", True): {"rows": 2_000},
     ("jobs", False): {"rows": 40_000},
+    ("streams", True): {"rows": 2_000, "streams": 50},
+    ("streams", False): {"rows": 100_000, "streams": 1_000},
+    ("routes", True): {"rows": 20, "seconds": 0.5, "waiters": 50},
+    ("routes", False): {"repeats": 9, "rows": 300, "seconds": 1.0, "waiters": 1_000},
     ("consumer", True): {"rows": 10_000},
     ("consumer", False): {"rows": 100_000},
 }
@@ -71,15 +77,21 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("benchmark", choices=sorted([*_BENCHMARKS, _SOAK]))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, figures and ratios to this file")
-    parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3; acceptance 5)")
+    parser.add_argument("--repeats", type=int, help="repeats of every side, taken in turn (default: 3; acceptance 5; routes 9)")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run? The numbers mean little")
-    rows = "rows of the backlog (default: drain and memory 300,000; poll 1,000,000; jobs 40,000; consumer 100,000)"
+    rows = (
+        "rows of the backlog (default: drain and memory 300,000; poll 1,000,000; jobs 40,000; consumer 100,000); "
+        "routes: first requests (300)"
+    )
     parser.add_argument("--rows", type=int, help=rows)
     parser.add_argument("--history", type=int, help="jobs: finished and as many future jobs behind a claim (default: 1,000,000)")
     parser.add_argument("--claims", type=int, help="jobs: claims of a repeat, of each database (default: 2,000)")
     parser.add_argument("--large-rows", type=int, help="memory, consumer: rows of 1 MB (default: 400)")
-    parser.add_argument("--seconds", type=float, help="latency, writers, acceptance, consumer: a window (default: 8; acceptance 5)")
+    window = "latency, writers, acceptance, consumer, routes: a window (default: 8; acceptance 5; routes 1)"
+    parser.add_argument("--seconds", type=float, help=window)
     parser.add_argument("--concurrency", type=int, help="consumer: one by one and of the bare commits (default: 10)", default=10)
+    parser.add_argument("--streams", type=int, help="streams: idle ones that stay open (default: 1,000)")
+    parser.add_argument("--waiters", type=int, help="routes: requests that wait at once (default: 1,000)")
     parser.add_argument("--writers", type=int, help="writers: how many (default: 16)", default=16)
     parser.add_argument("--wakeup", choices=["listen", "poll"], default="listen", help="latency: the relay's setting")
     parser.add_argument("--minutes", type=float, help="soak: how long faults go on (default: 3)", default=3.0)
@@ -126,6 +138,14 @@ def _consumer(lab: Lab, options: argparse.Namespace) -> Report:
     return consumer(lab, **chosen)
 
 
+def _routes(lab: Lab, options: argparse.Namespace) -> Report:
+    return routes(lab, repeats=options.repeats, seconds=options.seconds, waiters=options.waiters, rows=options.rows)
+
+
+def _streams(lab: Lab, options: argparse.Namespace) -> Report:
+    return streams(lab, repeats=options.repeats, seconds=options.seconds, count=options.streams, rows=options.rows)
+
+
 _BENCHMARKS: Final[dict[str, Callable[[Lab, argparse.Namespace], Report]]] = {
     "acceptance": _acceptance,
     "consumer": _consumer,
@@ -134,6 +154,8 @@ _BENCHMARKS: Final[dict[str, Callable[[Lab, argparse.Namespace], Report]]] = {
     "latency": _latency,
     "memory": _memory,
     "poll": _poll,
+    "routes": _routes,
+    "streams": _streams,
     "writers": _writers,
 }
 

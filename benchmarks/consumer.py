@@ -38,12 +38,14 @@ class _Repeat:
     batched: Consumed
     redelivery: Consumed
     one_by_one: Consumed
+    by_hand: Consumed
     bare: Consumed
+    bare_pooled: Consumed
     bare_domain_only: Consumed
 
 
 def consumer(lab: Lab, *, repeats: int, rows: int, large_rows: int, seconds: float, concurrency: int) -> Report:
-    """``one_by_one_vs_bare_commits`` compares at the same concurrency."""
+    """What ``one_by_one`` is compared with has the same concurrency."""
     fewer = rows // _ONE_BY_ONE_SHARE
     many, few = (filled_topic(lab, rows=count, payload_bytes=_SMALL_BYTES) for count in (rows, fewer))
     with lab.database() as template:
@@ -66,6 +68,8 @@ def consumer(lab: Lab, *, repeats: int, rows: int, large_rows: int, seconds: flo
     rates = {side: [one.rate for one in consumed] for side, consumed in by_side.items()}
     report.ratios = {
         "one_by_one_vs_bare_commits": ratios(rates["one_by_one"], rates["bare"]),
+        "one_by_one_vs_pooled_commits": ratios(rates["one_by_one"], rates["bare_pooled"]),
+        "one_by_one_vs_by_hand": ratios(rates["one_by_one"], rates["by_hand"]),
         "batched_vs_one_by_one": ratios(rates["batched"], rates["one_by_one"]),
         "redelivery_vs_first": ratios(rates["redelivery"], rates["batched"]),
     }
@@ -87,7 +91,7 @@ class _Sides:
 
     def repeat(self, *, backwards: bool) -> _Repeat:
         """Every second repeat runs in the opposite order."""
-        parts = [self._batched, self._one_by_one, self._bare]
+        parts = [self._batched, self._one_by_one, self._bare, self._by_hand]
         found: dict[str, Consumed] = {}
         for part in reversed(parts) if backwards else parts:
             found |= part()
@@ -110,11 +114,29 @@ class _Sides:
             )
         return {"one_by_one": consumed}
 
-    def _bare(self) -> dict[str, Consumed]:
-        return {"bare": self._commits(inbox=True), "bare_domain_only": self._commits(inbox=False)}
+    def _by_hand(self) -> dict[str, Consumed]:
+        topic, rows = self._few
+        given = {"topic": topic, "group": _group(), "rows": rows, "connections": self._concurrency}
+        with (
+            self._lab.database(self._template) as url,
+            psycopg.connect(url, autocommit=True) as connection,
+            self._lab.worker("by_hand", database_url=url, **given) as worker,
+        ):
+            statements, meter = StatementCount(connection), Meter(self._lab, connection)
+            done = worker.run()
+            counted, spent = statements.each(rows), meter.each(rows)
+        consumer_us = done["cpu_seconds"] / rows * _MICRO
+        return {"by_hand": Consumed(rate=rows / done["seconds"], consumer_us=consumer_us, statements=counted, **spent)}
 
-    def _commits(self, *, inbox: bool) -> Consumed:
-        given = {"connections": self._concurrency, "inbox": inbox, "seconds": self._seconds}
+    def _bare(self) -> dict[str, Consumed]:
+        return {
+            "bare": self._commits(),
+            "bare_pooled": self._commits(pooled=True),
+            "bare_domain_only": self._commits(inbox=False),
+        }
+
+    def _commits(self, *, inbox: bool = True, pooled: bool = False) -> Consumed:
+        given = {"connections": self._concurrency, "inbox": inbox, "pooled": pooled, "seconds": self._seconds}
         with (
             self._lab.database(self._template) as url,
             psycopg.connect(url, autocommit=True) as connection,

@@ -11,10 +11,10 @@ from consumer_sdk import Message, MessageContext, MessageHandlers
 if TYPE_CHECKING:
     import asyncpg
 
-__all__ = ["INSERT_ORDER", "SCHEMA", "TYPE", "batched", "one_by_one", "slow"]
+__all__ = ["INSERT_ORDER", "SCHEMA", "TYPE", "Order", "batched", "one_by_one", "slow"]
 
 TYPE: Final = "order.changed"
-#: No constraint of its own tells duplicates, so a message that is handled twice is two rows. The inbox is the bare commits'.
+#: No constraint of its own tells duplicates, so a message that is handled twice is two rows. Who has no ledger has the inbox.
 SCHEMA: Final = """
 CREATE TABLE orders (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, event_id text NOT NULL, order_id text NOT NULL, amount integer NOT NULL

@@ -5,6 +5,9 @@ supervises, ``RunContext`` is what a handler sees of its run. ``Retryable``, ``T
 says what its failure means; ``Retry`` is how long to wait. ``RunContext.once`` makes an outside effect happen once: ``Effect``
 is what the call sees, ``CallLimits`` bound it, ``Applied`` and ``Absent`` are what a reconciler answers.
 
+``Workflows`` names workflows with their versions, ``Handlers.include`` has a worker execute them, ``WorkflowContext`` is what one
+sees of its run. ``WorkflowFailure`` is a refusal that the client is told of.
+
 ``MessageHandlers`` names what handles which type of message, ``Consumer`` fetches them and keeps count, ``MessageContext`` is what
 a handler sees beside the ``Message``; ``RetryLater`` puts one off. ``cloud_events``, ``debezium_outbox`` and ``plain_records`` are
 how records are read.
@@ -17,21 +20,31 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.adapters import Adapter, cloud_events, debezium_outbox, plain_records
 from consumer_sdk.classification import Ambiguous, Retryable, RetryLater, Terminal
-from consumer_sdk.codec import PayloadCodec
 from consumer_sdk.context import RunContext
 from consumer_sdk.effects import Absent, Applied, CallLimits, Effect
 from consumer_sdk.handlers import Handlers
 from consumer_sdk.message import Message, NotAMessage, Record
 from consumer_sdk.message_context import MessageContext
 from consumer_sdk.message_handlers import MessageHandlers
-from consumer_sdk.retry import Retry
-from fencepost.errors import AlreadyHandled, EffectFailed, EffectMismatch, EffectUnknown, LeaseLost
+from fencepost.codec import PayloadCodec
+from fencepost.errors import (
+    AlreadyHandled,
+    EffectFailed,
+    EffectMismatch,
+    EffectUnknown,
+    LeaseLost,
+    WorkflowChanged,
+    WorkflowFailure,
+)
+from fencepost.retry import Retry
+from fencepost.workflows import Workflows
 
 if TYPE_CHECKING:
     from consumer_sdk.consumer import Consumer
     from consumer_sdk.consumer_settings import ConsumerSettings, load_consumer_settings
     from consumer_sdk.worker import Worker
     from consumer_sdk.worker_settings import WorkerSettings, load_worker_settings
+    from consumer_sdk.workflow_context import WorkflowContext
 
 __all__ = [
     "Absent",
@@ -61,6 +74,10 @@ __all__ = [
     "Terminal",
     "Worker",
     "WorkerSettings",
+    "WorkflowChanged",
+    "WorkflowContext",
+    "WorkflowFailure",
+    "Workflows",
     "cloud_events",
     "debezium_outbox",
     "load_consumer_settings",
@@ -76,6 +93,7 @@ _LATE = {
     "Worker": "consumer_sdk.worker",
     "WorkerSettings": "consumer_sdk.worker_settings",
     "load_worker_settings": "consumer_sdk.worker_settings",
+    "WorkflowContext": "consumer_sdk.workflow_context",
 }
 
 

@@ -59,7 +59,7 @@ class Assignment:
     ) -> None:
         self.partitions = frozenset(starts)
         self._trackers = {
-            partition: OffsetTracker(start.offset, suspects=most_messages if start.unclean else 0)
+            partition: OffsetTracker(start.offset, suspects=most_messages if start.unclean else 0, end=start.end)
             for partition, start in starts.items()
         }
         self._intake = intake
@@ -69,6 +69,8 @@ class Assignment:
         self._most_bytes = most_bytes
         self._most_ahead = most_ahead
         self._failed = failed
+        self._in_hand = handling.in_hand
+        self._stopping = asyncio.Event()
         self._dispatcher = Dispatcher(
             concurrency=concurrency,
             handle_one=handling.handle,
@@ -117,11 +119,11 @@ class Assignment:
             for record in received:
                 if tracker is None:
                     continue
-                suspect = tracker.suspects > 0
+                suspect = tracker.is_suspect(record.offset)
                 if not tracker.receive(record.offset):
                     forward = False
                     break
-                arrival = Arrival(record, _size(record), self._finished, suspect)
+                arrival = Arrival(record, _size(record), self._finished, suspect, self._stopping)
                 self._unfinished[arrival] = now
                 self._largest = max(self._largest, arrival.size)
                 self.bytes += arrival.size
@@ -141,6 +143,10 @@ class Assignment:
         """The next offset to be done, of each partition."""
         return {partition: tracker.place for partition, tracker in self._trackers.items()}
 
+    def has_suspects(self, partition: TopicPartition) -> bool:
+        """Whether a message of the partition may have ended a process, and nobody knows yet."""
+        return self._trackers[partition].has_suspects
+
     def next_offsets(self) -> Mapping[TopicPartition, int]:
         """The next offset to be received, of each partition."""
         return {partition: tracker.next for partition, tracker in self._trackers.items()}
@@ -156,6 +162,7 @@ class Assignment:
 
     async def close(self, grace_seconds: float) -> bool:
         """Start nothing more; let what is at work end, and cancel it when the grace is over. Whether all of it has ended."""
+        self._stopping.set()
         if self._sorter is not None:
             self._sorter.cancel()
         self._dispatcher.stop()
@@ -166,6 +173,8 @@ class Assignment:
             self._dispatcher.cancel()
             ended = await self._dispatcher.finish(_CANCEL_SECONDS)
             _log.warning("handlers_cancelled", handlings=left, ended=ended, consequence="their messages are delivered again")
+        if not ended:
+            self._in_hand.tell_of_cancelled()
         for _ in self._unfinished:
             self._metrics.message(None, "abandoned")
         return ended

@@ -40,10 +40,18 @@ class BatchHandling:
 
     async def handle(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> Sequence[Outcome]:
         """Handle a batch. Of a key whose message is to be tried again, what follows is not tried."""
-        outcomes: dict[Delivery, Outcome] = {}
-        held_up: set[LaneKey] = set()
-        await self._handle(handler, deliveries, outcomes, held_up)
-        return [outcomes[delivery] for delivery in deliveries]
+
+        async def attempt() -> Sequence[Outcome]:
+            outcomes: dict[Delivery, Outcome] = {}
+            await self._handle(handler, deliveries, outcomes, set())
+            return [outcomes[delivery] for delivery in deliveries]
+
+        async def attempt_alone() -> Outcome:
+            return (await attempt())[0]
+
+        if deliveries[0].suspect:  # such a message is alone
+            return [await self._handling.with_care(deliveries[0], attempt_alone)]
+        return await attempt()
 
     async def _handle(
         self, handler: MessageHandler, deliveries: Sequence[Delivery], outcomes: dict[Delivery, Outcome], held_up: set[LaneKey]
@@ -53,36 +61,41 @@ class BatchHandling:
         if not free:
             return
         try:
-            async with await self._handling.with_care(free[0]) as outcome:  # such a message is alone
-                outcomes.update({free[0]: outcome} if outcome else await self._committed(handler, free))
+            outcomes.update(await self._committed(handler, free))
         except InvariantViolated:
             raise
-        except TransientError as error:
-            await self._put_off(free, error, outcomes)
         except Exception as error:  # noqa: BLE001 - a boundary: whatever a handler or a driver raises is told by its class
             if len(free) == 1:
                 outcomes[free[0]] = outcome = await self._handling.failed(free[0], error)
                 if isinstance(outcome, Again):
                     held_up.add(lane_of(free[0]))
                 return
-            if not await self._writer.answers():
-                await self._put_off(free, TransientError("the database does not answer"), outcomes)
+            # The first time it may be the network's doing; a message behind it fails the batch again.
+            if (isinstance(error, TransientError) and not free[0].postponed) or not await self._writer.answers():
+                await self._put_off(free, error, outcomes)
                 return
             self._metrics.split()
             half = len(free) // 2
             await self._handle(handler, free[:half], outcomes, held_up)
             await self._handle(handler, free[half:], outcomes, held_up)
 
-    async def _put_off(self, deliveries: Sequence[Delivery], error: TransientError, outcomes: dict[Delivery, Outcome]) -> None:
+    async def _put_off(self, deliveries: Sequence[Delivery], error: Exception, outcomes: dict[Delivery, Outcome]) -> None:
         """Nobody's fault: all wait, and no attempt is spent. What may have been committed shows at the next try."""
-        outcomes.update(dict.fromkeys(deliveries, await self._handling.failed(deliveries[0], error)))
+        first, *others = deliveries
+        if not isinstance(error, TransientError):
+            error = TransientError("the database does not answer")
+        outcomes[first] = outcome = await self._handling.failed(first, error)
+        for one in others:
+            one.postponed += 1
+            outcomes[one] = outcome if isinstance(outcome, Again) else _NOT_YET
 
     async def _committed(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> dict[Delivery, Outcome]:
         """One transaction. Its first statement records the messages, so that of two consumers that hold one message, one waits."""
         began = lease_clock()
         try:
-            async with asyncio.timeout(handler.attempt_seconds) as limit:
-                new = await self._in_transaction(handler, deliveries)
+            with self._handling.in_hand.held(handler, deliveries):
+                async with asyncio.timeout(handler.attempt_seconds) as limit:
+                    new = await self._in_transaction(handler, deliveries)
         except TimeoutError as error:
             if not limit.expired():
                 raise

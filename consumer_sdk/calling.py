@@ -8,14 +8,18 @@ __all__ = ["HandlerExited", "called"]
 
 
 class HandlerExited(Exception):
-    """A handler tried to end the process."""
+    """A handler tried to end the process, or what it awaited was cancelled while it was not."""
 
 
 async def called(function: Callable[..., Coroutine[Any, Any, object]], *arguments: object) -> object:
-    """What the handler returns. Raises ``HandlerExited`` for sys.exit() in a library, say."""
+    """What the handler returns. Raises ``HandlerExited`` for sys.exit() in a library, say, or a task's cancellation."""
     try:
         return await function(*arguments)
-    except (Exception, asyncio.CancelledError):
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise HandlerExited("the handler raised CancelledError, and nobody had cancelled it") from None
+    except Exception:
         raise
     except BaseException as error:  # noqa: BLE001
         raise HandlerExited(f"the handler raised {type(error).__name__}") from None

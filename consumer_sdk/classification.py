@@ -33,6 +33,7 @@ from fencepost.errors import (
     RunNotFound,
     TransactionRequired,
     TransientError,
+    WorkflowFailure,
 )
 
 __all__ = ["Ambiguous", "Failure", "Kind", "RetryLater", "Retryable", "Terminal", "classify", "proven"]
@@ -134,6 +135,7 @@ _OURS: Final[tuple[tuple[type[Exception], _Verdict], ...]] = (
     (RunEnded, _Verdict("terminal", "run_ended")),
     (ReplayRefused, _Verdict("terminal", "replay_refused")),
     (TransactionRequired, _Verdict("terminal", "transaction_required")),
+    (WorkflowFailure, _Verdict("terminal", "workflow_failure")),
 )
 
 #: Codes of failures before anything was sent.

@@ -22,6 +22,7 @@ from consumer_sdk.batches import BatchHandling
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.consumer_settings import ConsumerSettings, unknown_consumer_variables
 from consumer_sdk.faults import raise_fault
+from consumer_sdk.forgetting import forget_old
 from consumer_sdk.handling import Handling
 from consumer_sdk.incarnation import Incarnation
 from consumer_sdk.intake import Intake
@@ -59,6 +60,7 @@ _TRIALS_REMEMBERED: Final = timedelta(days=7)
 _WAITING_MOST: Final = 10_000
 _MOST_AT_ONCE: Final = 1_000
 _END_SECONDS: Final = 2.0
+_LAST_COMMIT_SECONDS: Final = 10.0
 
 
 class Consumer:
@@ -74,7 +76,8 @@ class Consumer:
         self._handlers = handlers
         self._settings = settings
         self._secrets = Secrets.from_environment() if secrets is None and handlers.reconcilers else secrets
-        self.holder = f"{settings.consumer_member}/{token_hex(8)}"
+        self._process = token_hex(8)
+        self.holder = f"{settings.consumer_member}/{self._process}"
         self._metrics = ConsumerMetrics(
             version=__version__,
             holder=self.holder,
@@ -89,6 +92,7 @@ class Consumer:
         self._faulted = asyncio.Event()
         self._fault: BaseException | None = None
         self._ahead: set[TopicPartition] = set()
+        self._committing = asyncio.Lock()
         self._ticked_at = lease_clock()
         self._problems: list[str] = ["starting"]
         self._kafka_problem: str | None = None
@@ -163,6 +167,7 @@ class Consumer:
             workflows=self._workflows,
             reconcilers=self._handlers.reconcilers,
             secrets=self._secrets,
+            codec=self._handlers.codec,
         )
 
     async def _remember(self, store: MessageStore) -> bool:
@@ -189,6 +194,7 @@ class Consumer:
             settings.database_url.get_secret_value(),
             concurrency=settings.consumer_concurrency,
             statement_seconds=settings.consumer_statement_seconds,
+            longest_attempt_seconds=max(handler.attempt_seconds for handler in self._handlers.all),
             store=store,
             consumer=settings.name,
             holder=self.holder,
@@ -269,7 +275,7 @@ class Consumer:
         polling, redrives = tasks[0], tasks[5]
         ends = [asyncio.create_task(event.wait()) for event in (self._stopping, self._faulted)]
         try:
-            await asyncio.wait([*(task for task in tasks if task is not redrives), *ends], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
             if self._stopping.is_set() and not self._faulted.is_set():
                 await self._finish(polling, redrives)
         finally:
@@ -400,13 +406,11 @@ class Consumer:
         if assignment is None:
             return
         self._metrics.revoked()
-        ended = await assignment.close(self._settings.consumer_rebalance_grace_seconds)
-        _log.info("partitions_revoked", partitions=len(assignment.partitions), ended=ended)
         try:
-            await self._commit(assignment, held=not ended)
-        except TransientError as error:
-            _log.warning("commit_failed", error=str(error), consequence="finished messages are delivered again, as duplicates")
-        except ConfigurationError as error:
+            ended = await assignment.close(self._settings.consumer_rebalance_grace_seconds)
+            _log.info("partitions_revoked", partitions=len(assignment.partitions), ended=ended)
+            await self._let_go(assignment, ended=ended)
+        except Exception as error:  # noqa: BLE001 - a boundary: what is raised here the client swallows
             self._fail(error)
 
     async def _begin(self, partitions: frozenset[TopicPartition]) -> None:
@@ -418,15 +422,24 @@ class Consumer:
         starts = await self._starts(partitions) if partitions else {}
         if self._assigned is not partitions:
             return
-        if starts and not await self._held(starts):
-            await asyncio.sleep(_FAULT_PAUSE_SECONDS)
-            return
-        if self._assigned is not partitions:
-            return
-        self._member.seek({partition: start.offset for partition, start in starts.items()})
+        assignment = self._made(starts)
+        # Before the group is told that it is held, so that whoever takes it away has to say that it is left.
+        self._assignment = assignment
         self._ahead = set()
+        try:
+            held = not starts or await self._hold(assignment)
+        except TransientError:
+            self._drop(assignment)
+            raise
+        if not held:
+            self._drop(assignment)
+            await asyncio.sleep(_FAULT_PAUSE_SECONDS)
+        elif self._assignment is assignment:
+            self._member.seek({partition: start.offset for partition, start in starts.items()})
+
+    def _made(self, starts: Mapping[TopicPartition, Start]) -> Assignment:
         settings = self._settings
-        self._assignment = Assignment(
+        return Assignment(
             starts,
             intake=self._intake,
             store=self._store,
@@ -440,11 +453,16 @@ class Consumer:
             failed=self._fail,
         )
 
-    async def _held(self, starts: Mapping[TopicPartition, Start]) -> bool:
+    async def _hold(self, assignment: Assignment) -> bool:
         """Say that the partitions are held from now on. It also commits where a group begins that begins at the end: the next
         assignment must not pass over what came since."""
-        offsets = {partition: (start.offset, self._note(partition, held=True)) for partition, start in starts.items()}
-        return await self._member.commit(offsets)
+        async with self._committing:
+            return assignment is self._assignment and await self._say(assignment, assignment.places(), held=True)
+
+    def _drop(self, assignment: Assignment) -> None:
+        """It has not begun."""
+        if self._assignment is assignment:
+            self._assignment = None
 
     async def _starts(self, partitions: frozenset[TopicPartition]) -> Mapping[TopicPartition, Start]:
         committed = await self._member.committed(partitions)
@@ -456,6 +474,7 @@ class Consumer:
                 beginning=beginnings[partition],
                 end=ends[partition],
                 reset=self._settings.consumer_offset_reset,
+                process=self._process,
             )
             for partition in partitions
         }
@@ -475,8 +494,10 @@ class Consumer:
     def _topic_id(self, partition: TopicPartition) -> str:
         return str(self._incarnations[partition.topic].topic_id)
 
-    def _note(self, partition: TopicPartition, *, held: bool) -> str:
-        return note_of(self._topic_id(partition), held=held)
+    def _note(self, assignment: Assignment, partition: TopicPartition, *, held: bool) -> str:
+        """While a message may have ended a process, nobody has let go of its partition in order."""
+        held_by = "" if assignment.has_suspects(partition) else self._process if held else None
+        return note_of(self._topic_id(partition), held_by=held_by)
 
     # Committing
 
@@ -491,20 +512,35 @@ class Consumer:
                 self._metrics.commit("failed")
                 _log.warning("commit_failed", error=str(error))
 
-    async def _commit(self, assignment: Assignment, *, held: bool = True) -> None:
-        """Commit what is done. Not ``held``: the partitions are let go of in order, which is said even where nothing was done."""
-        offsets = assignment.committable() if held else assignment.places()
-        if not offsets:
-            return
+    async def _commit(self, assignment: Assignment) -> None:
+        """Commit what is done, if the assignment has not been taken away."""
+        async with self._committing:
+            if assignment is self._assignment and (offsets := assignment.committable()):
+                await self._say(assignment, offsets, held=True)
+
+    async def _let_go(self, assignment: Assignment, *, ended: bool) -> None:
+        """The last commit of an assignment that is no longer this consumer's, so that no other can follow it. That it is let go of
+        in order is said even where nothing was done; but not if handlers have not ``ended``."""
+        try:
+            async with asyncio.timeout(_LAST_COMMIT_SECONDS), self._committing:
+                if offsets := assignment.places():
+                    await self._say(assignment, offsets, held=not ended)
+        except (TransientError, TimeoutError) as error:
+            told = str(error) or "no answer in time"
+            _log.warning("commit_failed", error=told, consequence="finished messages are delivered again, as duplicates")
+
+    async def _say(self, assignment: Assignment, offsets: Mapping[TopicPartition, int], *, held: bool) -> bool:
+        """Commit offsets with what is to be known beside them; whether they were accepted."""
         committed: dict[TopicPartition, Committed] = {
-            partition: (offset, self._note(partition, held=held)) for partition, offset in offsets.items()
+            partition: (offset, self._note(assignment, partition, held=held)) for partition, offset in offsets.items()
         }
-        if await self._member.commit(committed):
+        accepted = await self._member.commit(committed)
+        self._metrics.commit("committed" if accepted else "refused")
+        if accepted:
             assignment.committed(offsets)
-            self._metrics.commit("committed")
         else:
-            self._metrics.commit("refused")
             _log.info("commit_refused", consequence="the partitions have moved; their new owner finds what was done in the ledger")
+        return accepted
 
     # What runs beside
 
@@ -521,8 +557,9 @@ class Consumer:
             if (assignment := self._assignment) is not None:
                 self._metrics.in_flight(assignment.messages, assignment.bytes, assignment.oldest_seconds)
                 self._mind_windows(assignment)
+            self._handling.in_hand.tell_of_late()
             problems = [
-                self._kafka_problem,
+                self._kafka_problem or (None if self._member.has_coordinator else "kafka: no answer"),
                 self._database_problem,
                 None if self._assigned is not None else "kafka: no partitions yet",
             ]
@@ -564,14 +601,10 @@ class Consumer:
 
     async def _forget(self) -> None:
         await self._store.forget_trials(_TRIALS_REMEMBERED, limit=_FORGET_MOST)
-        if not (days := self._settings.ledger_retention_days):
-            return
-        retention = timedelta(days=days)
-        self._intake.remember_from(await self._store.oldest_remembered(retention))
-        forgotten = _FORGET_MOST
-        while forgotten == _FORGET_MOST:
-            forgotten = await self._store.forget(retention, limit=_FORGET_MOST)
-            self._metrics.forgotten(forgotten)
+        days = self._settings.ledger_retention_days
+        if days:
+            self._intake.remember_from(await self._store.oldest_remembered(timedelta(days=days)))
+        await forget_old(self._store, retention_days=days, told=self._metrics.forgotten)
 
     # Stopping
 
@@ -580,15 +613,15 @@ class Consumer:
         grace = self._settings.consumer_stop_grace_seconds
         ends_at = lease_clock() + grace
         polling.cancel()
+        await asyncio.wait([polling], timeout=_END_SECONDS)
         assignment = self._assignment
         _log.info("consumer_stopping", messages=0 if assignment is None else assignment.messages, grace_seconds=grace)
         if assignment is not None:
             ended = await assignment.close(grace)
             self.left_behind = 0 if ended else assignment.messages
-            try:
-                await self._commit(assignment, held=not ended)
-            except TransientError as error:
-                _log.warning("commit_failed", error=str(error), consequence="finished messages are delivered again, as duplicates")
+            if assignment is self._assignment:  # else a rebalance has taken it away meanwhile, and says so
+                self._assignment = None
+                await self._let_go(assignment, ended=ended)
         await asyncio.wait([redrives], timeout=max(ends_at - lease_clock(), 0.1))
 
     def _fail(self, error: BaseException) -> None:

@@ -100,7 +100,7 @@ class ConsumerSettings(BaseSettings):
         ge=0,
         le=3_650,
         description="How long the ledger remembers what was done; 0 is for ever. At least the topics' retention and "
-        "FENCEPOST_CONSUMER_REPLAY_DAYS together. Defaults to 30.",
+        "FENCEPOST_CONSUMER_REPLAY_DAYS together. Give all services of a database the same. Defaults to 30.",
     )
     consumer_replay_days: float = Field(
         7,

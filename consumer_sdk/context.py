@@ -16,6 +16,7 @@ from consumer_sdk.effects import Call, CallLimits, EffectKey
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from consumer_sdk.jobs import Claim, Completion, Usage
 from fencepost.clock import lease_clock
+from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.errors import InvalidCommand, LeaseLost, TransactionRequired, TransientError
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class RunWriter(Protocol):
 class AttemptState:
     """What the worker and a handler's context share of one attempt."""
 
-    def __init__(self, claim: Claim, *, claimed_at: float, trusted_seconds: float) -> None:
+    def __init__(self, claim: Claim, *, claimed_at: float, trusted_seconds: float, codec: PayloadCodec = PLAIN) -> None:
         self.claim = claim
+        self.codec = codec
         self.claimed_at = claimed_at
         self._trusted_seconds = trusted_seconds
         self.renewed(claimed_at)
@@ -80,7 +82,9 @@ class AttemptState:
         return None if self.checkpoint is self.saved_checkpoint else self.checkpoint
 
     def completion(self, output: bytes) -> Completion:
-        return Completion(key=self.claim.key, output=output, started_after_seconds=self.started_after, usage=self.usage)
+        return Completion(
+            key=self.claim.key, output=self.codec.encode(output), started_after_seconds=self.started_after, usage=self.usage
+        )
 
 
 class RunContext:
@@ -129,7 +133,7 @@ class RunContext:
     def checkpoint(self) -> object:
         """What the last checkpoint of an earlier attempt held; None if there was none."""
         stored = self._state.claim.checkpoint
-        return None if stored is None else json.loads(stored)
+        return None if stored is None else json.loads(self._state.codec.decode(stored))
 
     @property
     def cancelled(self) -> bool:
@@ -165,7 +169,7 @@ class RunContext:
         """
         self._state.progressed_at = lease_clock()
         if checkpoint is not None:
-            self._state.checkpoint = encoded("checkpoint", checkpoint, most=MAX_CHECKPOINT_BYTES)
+            self._state.checkpoint = self._state.codec.encode(encoded("checkpoint", checkpoint, most=MAX_CHECKPOINT_BYTES))
 
     async def save(self, checkpoint: object) -> None:
         """Store a checkpoint now. Raises ``LeaseLost`` if the run is no longer held."""
@@ -229,7 +233,7 @@ class RunContext:
         Inside ``transaction()`` the completion commits with the transaction's writes, as its last statement.
         """
         self._refuse_after_completion()
-        completion = self._state.completion(encoded("output", output, most=MAX_OUTPUT_BYTES))
+        completion = self._state.completion(self._encoded_output(output))
         if self._transaction is None:
             self._state.completing = True
             try:
@@ -268,6 +272,9 @@ class RunContext:
         finally:
             self._transaction, self._in_transaction = None, False
             self._fenced = self._state.completing = False
+
+    def _encoded_output(self, output: object) -> bytes:
+        return encoded("output", output, most=MAX_OUTPUT_BYTES)
 
     def _refuse_after_completion(self) -> None:
         """An attempt that has ended writes no more, whatever its handler left running. And an open transaction holds the job's row

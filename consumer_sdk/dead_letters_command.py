@@ -2,44 +2,74 @@
 
 import asyncio
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
 from uuid import UUID
 
 import typer
 
-from consumer_sdk.delivery import DeadReason
-from consumer_sdk.inspection import Actor, DryRun, Reason, answering, check_text, inspecting, plain
+from consumer_sdk.dead_letter_batches import Change
+from consumer_sdk.dead_letter_changes import MOST_LETTERS, Request, perform
+from consumer_sdk.dead_letter_filter import (
+    AFTER,
+    OPEN,
+    ConsumerName,
+    ErrorClass,
+    ErrorCode,
+    EventType,
+    LetterFilter,
+    NewerThan,
+    OlderThan,
+    TenantName,
+    TopicName,
+    WhichReason,
+)
+from consumer_sdk.dead_letter_story import facts, header_rows, headers, next_steps, one_line, readable
+from consumer_sdk.inspection import Actor, DryRun, Reason, inspecting, plain
 from consumer_sdk.timeline import relative
-from fencepost.console import DatabaseUrl, JsonOutput, print_json
-from fencepost.tables import print_rows, printable, width
+from fencepost.console import DatabaseUrl, JsonOutput, print_json, seconds
+from fencepost.tables import print_rows, width
 
 __all__ = ["dead_letters"]
 
-_OPEN: Final = ["dead", "redriving"]
-_WAIT_TICK_SECONDS: Final = 0.5
-_MOST_AT_ONCE: Final = 1_000
-_REFUSALS: Final = {
-    "not_found": "there is no such dead letter",
-    "not_dead": "it is {state}: somebody else was first, or it is over; nothing was changed",
-    "ambiguous": "an effect may have happened that no ledger row tells of: find out, then say --effects-checked",
-}
+_COUNTED_MOST: Final = 1_000_000
+_EFFECTS_MOST: Final = 1_000
+_AUDIT_MOST: Final = 100
+_HEADERS_MOST: Final = 100
+_VALUE_BYTES: Final = 200
+_PAYLOAD_BYTES: Final = 4_000
 
 dead_letters = typer.Typer(help="Messages that consumers gave up.", no_args_is_help=True)
 
 _State = Literal["open", "dead", "redriving", "redriven", "discarded", "all"]
-_Ids = Annotated[list[UUID], typer.Argument(help="Which dead letters.", metavar="ID...")]
+_WhichState = Annotated[_State, typer.Option(help="open: dead or being redriven.")]
+_After = Annotated[UUID | None, typer.Option(help=AFTER, metavar="ID")]
+_Ids = Annotated[list[UUID] | None, typer.Argument(help="Which dead letters; or say a filter.", metavar="ID...")]
+_AtMost = Annotated[int, typer.Option(min=1, max=MOST_LETTERS, help="Change at most so many, the oldest first.")]
+_Rate = Annotated[float | None, typer.Option(min=0.01, max=10_000, help="So many a second; else as fast as it goes.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="A filter without the question.")]
+
+
+def _states(state: _State) -> Sequence[str] | None:
+    return {"open": OPEN, "all": None}.get(state, (state,))
 
 
 @dead_letters.command("list")
 def list_letters(
-    consumer: Annotated[str | None, typer.Option(help="Only this consumer's.")] = None,
-    topic: Annotated[str | None, typer.Option(help="Only messages of this topic.")] = None,
-    dead_reason: Annotated[DeadReason | None, typer.Option(help="Only those given up for this reason.")] = None,
-    state: Annotated[_State, typer.Option(help="open: dead or being redriven.")] = "open",
-    after: Annotated[UUID | None, typer.Option(help="Go on behind this one.", metavar="ID")] = None,
+    consumer: ConsumerName = None,
+    tenant: TenantName = None,
+    topic: TopicName = None,
+    event_type: EventType = None,
+    dead_reason: WhichReason = None,
+    error_class: ErrorClass = None,
+    error_code: ErrorCode = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    state: _WhichState = "open",
+    newest_first: Annotated[bool, typer.Option("--newest-first", help="Else the oldest come first.")] = False,
+    after: _After = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
@@ -50,84 +80,202 @@ def list_letters(
 
       fencepost dead-letters list
 
-      fencepost dead-letters list --consumer payments --dead-reason invalid_payload --json
+      fencepost dead-letters list --consumer payments --dead-reason invalid_payload --newer-than 2h --newest-first --json
     """
-    check_text(consumer=consumer, topic=topic)
-    states = {"open": _OPEN, "all": None}.get(state, [state])
-    found = asyncio.run(_rows(database_url, "list_dead_letters", consumer, topic, dead_reason, states, after, limit + 1))
+    which = LetterFilter(
+        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
+        error_code=error_code, older_than=older_than, newer_than=newer_than,
+    )  # fmt: skip
+    statement = "list_newest_dead_letters" if newest_first else "list_dead_letters"
+    found = asyncio.run(_matching(database_url, statement, which, state, (limit + 1,), after=after, newest_first=newest_first))
     shown = found[:limit]
     if as_json:
         print_json([plain(row) for row in shown])
         return
-    titles = ["id", "age", "consumer", "type", "topic", "offset", "reason", "code", "tries", "state"]
-    print_rows(titles, [_line(row) for row in shown])
+    if not shown:
+        typer.echo("No dead letter fits.")
+        return
+    print_rows(["id", "tries", "age", "state", "consumer", "type", "reason: code"], [_line(row) for row in shown], whole=4)
     if len(found) > limit:
         typer.echo(f"There are more: --after {shown[-1]['dead_letter_id']}")
 
 
-async def _rows(database_url: str, statement: str, *arguments: object) -> Sequence[Any]:
+async def _matching(
+    database_url: str,
+    statement: str,
+    which: LetterFilter,
+    state: _State,
+    limits: tuple[int, ...],
+    *,
+    after: UUID | None = None,
+    newest_first: bool = False,
+) -> Sequence[Any]:
     async with inspecting(database_url) as inspector:
-        return await inspector.rows(statement, *arguments)
+        now = (await inspector.rows("clock"))[0]["at"]
+        arguments = which.arguments(_states(state), now=now, after=after, newest_first=newest_first)
+        return await inspector.rows(statement, *arguments, *limits)
 
 
 def _line(row: Mapping[str, Any]) -> Sequence[object]:
-    place = f"{row['partition']}@{row['offset']}"
-    return (
-        row["dead_letter_id"], relative(row["created_at"], row["now"]), row["consumer"], row["event_type"] or "?", row["topic"],
-        place, row["reason"], row["error_code"], row["attempts"], row["state"],
+    cells = (
+        row["dead_letter_id"], row["attempts"], _age(row["created_at"], row["now"]), row["state"], row["consumer"],
+        row["event_type"] or "?", f"{row['reason']}: {row['error_code']}",
     )  # fmt: skip
+    return [one_line(str(cell)) for cell in cells]
+
+
+def _age(at: datetime, now: datetime) -> str:
+    return seconds((now - at).total_seconds())
+
+
+@dead_letters.command()
+def summary(
+    consumer: ConsumerName = None,
+    tenant: TenantName = None,
+    topic: TopicName = None,
+    event_type: EventType = None,
+    dead_reason: WhichReason = None,
+    error_class: ErrorClass = None,
+    error_code: ErrorCode = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    state: _WhichState = "open",
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many groups, the largest first.")] = 20,
+    database_url: DatabaseUrl = "",
+    as_json: JsonOutput = False,
+) -> None:
+    """Count dead letters by consumer, type, reason, error class and code: what a night's failures have in common.
+
+    Counts the first million.
+
+    Examples:
+
+      fencepost dead-letters summary
+
+      fencepost dead-letters summary --newer-than 45min --json
+    """
+    which = LetterFilter(
+        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
+        error_code=error_code, older_than=older_than, newer_than=newer_than,
+    )  # fmt: skip
+    found = asyncio.run(_matching(database_url, "summarise_dead_letters", which, state, (_COUNTED_MOST, limit)))
+    letters, groups = (found[0]["all_letters"], found[0]["all_groups"]) if found else (0, 0)
+    if as_json:
+        print_json({"letters": letters, "groups": groups, "largest": [_group(row) for row in found]})
+        return
+    if not found:
+        typer.echo("No dead letter fits.")
+        return
+    titles = ["letters", "redriving", "oldest", "newest", "consumer", "type", "reason: code", "error class"]
+    print_rows(titles, [_counted(row) for row in found], whole=4)
+    rest = f"; shown are the largest {limit:,} of {groups:,} groups" if groups > limit else ""
+    typer.echo(f"Dead letters: {letters:,}{' or more' if letters >= _COUNTED_MOST else ''}{rest}.")
+
+
+def _group(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in plain(row).items() if name not in ("all_letters", "all_groups")}
+
+
+def _counted(row: Mapping[str, Any]) -> Sequence[object]:
+    oldest, newest = (_age(row[name], row["now"]) for name in ("oldest_at", "newest_at"))
+    cells = (
+        f"{row['letters']:,}", f"{row['redriving']:,}", oldest, newest, row["consumer"], row["event_type"] or "?",
+        f"{row['reason']}: {row['error_code']}", row["error_class"],
+    )  # fmt: skip
+    return [one_line(cell) for cell in cells]
 
 
 @dead_letters.command()
 def show(
     dead_letter_id: Annotated[UUID, typer.Argument(help="Which dead letter.", metavar="ID")],
+    values: Annotated[
+        bool, typer.Option("--values", help="Show key and header values, their beginning: they may be secret.")
+    ] = False,
+    payload: Annotated[bool, typer.Option("--payload", help="Show the payload, its beginning: it may be secret.")] = False,
     payload_to: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the original payload to this new file.")] = None,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:
-    """Show a dead letter: where it came from, why it was given up, what its effects are, and what operators did.
+    """Show a dead letter: where it came from, why it was given up, what its effects are, what operators did, and what to do next.
 
-    The payload is written only where a file is named for it. Exit code 1 if there is no such dead letter.
+    Of headers the names, and the values of those that CloudEvents and W3C define. Other values, key and payload only where they
+    are asked for, escaped and cut; the whole payload, byte for byte, in a file. Exit code 1 if there is no such dead letter.
 
-    Example:
+    Examples:
+
+      fencepost dead-letters show 01a2297b-0198-7227-a94b-e181bb24ee35
 
       fencepost dead-letters show 01a2297b-0198-7227-a94b-e181bb24ee35 --payload-to payload.bin
     """
-    letter, effects, history = asyncio.run(_shown(database_url, dead_letter_id))
+    letter, effects, history, beginning, whole = asyncio.run(
+        _shown(database_url, dead_letter_id, payload=payload, whole=payload_to is not None)
+    )
     if payload_to is not None:
-        _write(payload_to, asyncio.run(_rows(database_url, "dead_letter_payload", dead_letter_id))[0]["payload"])
+        _write(payload_to, whole)
+    told = readable(beginning, letter["payload_bytes"]) if payload else None
     if as_json:
-        print_json({**plain(letter), "effects": [plain(row) for row in effects], "history": [plain(row) for row in history]})
+        print_json(_as_json(letter, effects, history, told, values=values))
         return
-    for name, text in _facts(letter, effects):
-        typer.echo(textwrap.fill(printable(text), width(), initial_indent=f"{name:<10}", subsequent_indent=" " * 10))
+    for name, text in facts(letter, effects, values=values):
+        _print_fact(name, text)
+    if told is not None:
+        _print_fact("content", told)
+    _print_headers(letter, values=values)
+    if history:
+        typer.echo()
     for row in history:
-        typer.echo(f"{'history':<10}{printable(row['command'])} by {printable(row['actor'])}: {printable(row['reason'])}")
+        checked = ", effects checked" if row["effects_checked"] else ""
+        _print_fact(
+            "history", f"{row['command']} by {row['actor']}{checked}, {relative(row['created_at'], letter['now'])}: {row['reason']}"
+        )
+    for step in next_steps(letter, effects):
+        typer.echo(f"\n{step}")
+    typer.echo("\nMore: docs/runbooks/dead-letters.md")
 
 
-async def _shown(database_url: str, dead_letter_id: UUID) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+async def _shown(
+    database_url: str, dead_letter_id: UUID, *, payload: bool, whole: bool
+) -> tuple[Any, Sequence[Any], Sequence[Any], bytes | None, bytes | None]:
+    """The letter, its effects, what operators did, the payload's beginning, and all of it: each where it is wanted."""
     async with inspecting(database_url) as inspector:
-        found = await inspector.rows("dead_letter", dead_letter_id)
+        found = await inspector.rows("dead_letter", dead_letter_id, _HEADERS_MOST, _VALUE_BYTES)
         if not found:
             _say_no("there is no such dead letter")
         letter = found[0]
-        effects = await inspector.rows("effects_of", letter["tenant_id"], [letter["run_key"]], None, _MOST_AT_ONCE)
-        history = await inspector.rows("dead_letter_audit", str(dead_letter_id))
-    return letter, effects, history
+        effects = await inspector.rows("effects_of", letter["tenant_id"], [letter["run_key"]], None, _EFFECTS_MOST)
+        history = await inspector.rows("dead_letter_audit", dead_letter_id, _AUDIT_MOST)
+        read = [(await inspector.rows("dead_letter_payload", dead_letter_id, most))[0]["payload"] if wanted else None
+                for wanted, most in ((payload, _PAYLOAD_BYTES), (whole, None))]  # fmt: skip
+    return letter, effects, history[::-1], read[0], read[1]
 
 
-def _facts(letter: Mapping[str, Any], effects: Sequence[Any]) -> list[tuple[str, str]]:
-    size = "none (a tombstone)" if letter["payload_bytes"] is None else f"{letter['payload_bytes']:,} B"
-    done = ", ".join(f"{row['operation']} {row['state']}" for row in effects if row["operation"] != "fencepost.message")
-    return [
-        ("message", f"{letter['event_type'] or 'unreadable'}, {letter['topic']}/{letter['partition']}@{letter['offset']}"),
-        ("identity", f"{letter['run_key']}, step {letter['step']}"),
-        ("reason", f"{letter['reason']}: {letter['error_code']} ({letter['error_class']}), after {letter['attempts']} attempts"),
-        ("state", f"{letter['state']}, {relative(letter['changed_at'], letter['now'])}; redriven {letter['redrives']} times"),
-        ("payload", size),
-        ("headers", ", ".join(letter["headers"] or []) or "none"),
-        ("effects", done or "none"),
-    ]
+def _as_json(
+    letter: Mapping[str, Any], effects: Sequence[Any], history: Sequence[Any], payload: str | None, *, values: bool
+) -> dict[str, Any]:
+    told = {name: value for name, value in plain(letter).items() if name not in ("header_names", "header_sizes", "header_values")}
+    return {
+        **told,
+        "key": readable(letter["key"], letter["key_bytes"]) if values and letter["key_bytes"] is not None else None,
+        "payload": payload,
+        "headers": headers(letter, values=values),
+        "effects": [plain(row) for row in effects],
+        "history": [plain(row) for row in history],
+        "next": next_steps(letter, effects),
+    }
+
+
+def _print_fact(name: str, text: str) -> None:
+    typer.echo(textwrap.fill(one_line(text), width(), initial_indent=f"{name:<10}", subsequent_indent=" " * 10))
+
+
+def _print_headers(letter: Mapping[str, Any], *, values: bool) -> None:
+    if not letter["header_count"]:
+        _print_fact("headers", "none")
+        return
+    typer.echo()
+    print_rows(["header", "size", "value"], header_rows(letter, values=values))
+    if letter["header_count"] > _HEADERS_MOST:
+        typer.echo(f"and {letter['header_count'] - _HEADERS_MOST:,} headers more")
 
 
 def _write(target: Path, payload: bytes | None) -> None:
@@ -140,112 +288,97 @@ def _write(target: Path, payload: bytes | None) -> None:
 
 @dead_letters.command()
 def redrive(
-    dead_letter_ids: _Ids,
     actor: Actor,
     reason: Reason,
+    dead_letter_ids: _Ids = None,
+    consumer: ConsumerName = None,
+    tenant: TenantName = None,
+    topic: TopicName = None,
+    event_type: EventType = None,
+    dead_reason: WhichReason = None,
+    error_class: ErrorClass = None,
+    error_code: ErrorCode = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    after: _After = None,
+    at_most: _AtMost = MOST_LETTERS,
+    rate: _Rate = None,
     effects_checked: Annotated[
         bool, typer.Option("--effects-checked", help="For ambiguous ones: somebody has looked what became of their effects.")
     ] = False,
     wait: Annotated[float, typer.Option(min=0, max=3600, help="Wait so many seconds for the outcomes.")] = 0,
+    yes: _Yes = False,
     dry_run: DryRun = False,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:
     """Have dead letters handled anew, by the consumer that gave them up, under the same identity. Mend the cause first.
 
-    One attempt each: effects that the ledger knows are not repeated. Leaves an audit row each. Exit code 1 if one was refused, or
-    was not handled within --wait.
+    One attempt each: effects that the ledger knows are not repeated. Leaves an audit row each. Which ones is read once, before the
+    first. Ctrl-C stops between two batches; the same command goes on. Exit code 1 if one was refused, was not asked for, or was
+    not handled within --wait.
 
-    Example:
+    Examples:
 
       fencepost dead-letters redrive 01a2297b-0198-7227-a94b-e181bb24ee35 --actor ana --reason "schema mended" --wait 30
+
+      fencepost dead-letters redrive --consumer payments --error-code bad_iban --newer-than 2h --rate 50 --dry-run
+      --actor ana --reason "deploy 512 undone"
     """
-    check_text(actor=actor, reason=reason)
-    arguments = (effects_checked, actor, reason)
-    answers = _changed(database_url, "redrive_dead_letter", dead_letter_ids, arguments, dry_run=dry_run)
-    if wait and not dry_run:
-        answers = asyncio.run(_waited(database_url, answers, wait))
-    _tell(answers, "redriving", dry_run=dry_run, as_json=as_json, waited=bool(wait) and not dry_run)
+    which = LetterFilter(
+        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
+        error_code=error_code, older_than=older_than, newer_than=newer_than,
+    )  # fmt: skip
+    change = Change(verb="redrive", actor=actor, reason=reason, effects_checked=effects_checked)
+    request = Request(
+        change=change, ids=dead_letter_ids or [], which=which, after=after, at_most=at_most, rate=rate, wait=wait, yes=yes,
+        dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
+    perform(database_url, request)
 
 
 @dead_letters.command()
 def discard(
-    dead_letter_ids: _Ids,
     actor: Actor,
     reason: Reason,
+    dead_letter_ids: _Ids = None,
+    consumer: ConsumerName = None,
+    tenant: TenantName = None,
+    topic: TopicName = None,
+    event_type: EventType = None,
+    dead_reason: WhichReason = None,
+    error_class: ErrorClass = None,
+    error_code: ErrorCode = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    after: _After = None,
+    at_most: _AtMost = MOST_LETTERS,
+    rate: _Rate = None,
+    yes: _Yes = False,
     dry_run: DryRun = False,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:
     """Give dead letters up for good: they stay as evidence, and cannot be redriven. Leaves an audit row each.
 
-    Exit code 1 if one was refused.
+    Which ones is read once, before the first. Ctrl-C stops between two batches; the same command goes on. Exit code 1 if one was
+    refused, or was not asked for.
 
-    Example:
+    Examples:
 
       fencepost dead-letters discard 01a2297b-0198-7227-a94b-e181bb24ee35 --actor ana --reason "test data"
+
+      fencepost dead-letters discard --topic load-test --older-than 1d --dry-run --actor ana --reason "test data"
     """
-    check_text(actor=actor, reason=reason)
-    answers = _changed(database_url, "discard_dead_letter", dead_letter_ids, (actor, reason), dry_run=dry_run)
-    _tell(answers, "discarded", dry_run=dry_run, as_json=as_json, waited=False)
-
-
-_Answers = dict[UUID, dict[str, Any]]
-
-
-def _changed(database_url: str, statement: str, ids: Sequence[UUID], arguments: tuple[object, ...], *, dry_run: bool) -> _Answers:
-    with answering():
-        return asyncio.run(_change(database_url, statement, ids, arguments, dry_run=dry_run))
-
-
-async def _change(
-    database_url: str, statement: str, ids: Sequence[UUID], arguments: tuple[object, ...], *, dry_run: bool
-) -> _Answers:
-    """Each by itself; a dry run does it and takes it back, so that it gives the very answers."""
-    async with inspecting(database_url) as inspector:
-        answers: _Answers = {}
-        for one in dict.fromkeys(ids):
-            transaction = inspector.connection.transaction()
-            await transaction.start()
-            answers[one] = dict((await inspector.rows(statement, one, *arguments))[0])
-            await (transaction.rollback() if dry_run else transaction.commit())
-    return answers
-
-
-async def _waited(database_url: str, answers: _Answers, seconds: float) -> _Answers:
-    """Look until none of them is being redriven any more, or the time is over."""
-    until = time.monotonic() + seconds
-    async with inspecting(database_url) as inspector:
-        while True:
-            for one, answer in answers.items():
-                if answer["letter_state"] == "redriving":
-                    answer["letter_state"] = (await inspector.rows("dead_letter", one))[0]["state"]
-            waiting = any(answer["letter_state"] == "redriving" for answer in answers.values())
-            if not waiting or time.monotonic() >= until:
-                return answers
-            await asyncio.sleep(_WAIT_TICK_SECONDS)
-
-
-def _tell(answers: _Answers, done: str, *, dry_run: bool, as_json: bool, waited: bool) -> None:
-    if as_json:
-        print_json([{"dead_letter_id": str(one), "dry_run": dry_run, **answer} for one, answer in answers.items()])
-    else:
-        for one, answer in answers.items():
-            typer.echo(f"{one}  {printable(_told(answer, dry_run=dry_run, waited=waited))}")
-    refused = any(answer["outcome"] != done for answer in answers.values())
-    failed = waited and any(answer["letter_state"] != "redriven" for answer in answers.values())
-    if refused or failed:
-        raise typer.Exit(1)
-
-
-def _told(answer: Mapping[str, Any], *, dry_run: bool, waited: bool) -> str:
-    if answer["outcome"] in _REFUSALS:
-        return _REFUSALS[answer["outcome"]].format(state=answer["letter_state"])
-    if waited and answer["letter_state"] == "redriving":
-        return "still waiting: is a consumer of that name running?"
-    if waited and answer["letter_state"] == "dead":
-        return "failed again: `fencepost dead-letters show` says why"
-    return f"would be {answer['letter_state']}" if dry_run else str(answer["letter_state"])
+    which = LetterFilter(
+        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
+        error_code=error_code, older_than=older_than, newer_than=newer_than,
+    )  # fmt: skip
+    request = Request(
+        change=Change(verb="discard", actor=actor, reason=reason), ids=dead_letter_ids or [], which=which, after=after,
+        at_most=at_most, rate=rate, wait=0, yes=yes, dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
+    perform(database_url, request)
 
 
 def _say_no(message: str) -> NoReturn:

@@ -1,18 +1,39 @@
 """What an attempt's end means for its job. Pure: how it ended goes in, what to write comes out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
+from typing import Final
+
+from uuid_utils.compat import uuid7
 
 from consumer_sdk.classification import Failure, classify
 from consumer_sdk.context import AttemptState
-from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
-from consumer_sdk.jobs import Completion, FailedAttempt, Release
-from consumer_sdk.retry import Retry
-from fencepost.errors import InvalidCommand
+from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded, encoded_as
+from consumer_sdk.jobs import Completion, Continuation, FailedAttempt, Release
+from consumer_sdk.leaving import Continuing, GivenBack, Parked, Way
+from consumer_sdk.told_failures import ToldFailure, told_failure
+from fencepost.errors import InvalidCommand, WorkflowChanged
+from fencepost.retry import Retry
+from fencepost.workflows import Workflow
 
-__all__ = ["Action", "Drop", "Ended", "Raised", "Returned", "StopReason", "WasCancelled", "asked_seconds", "decide"]
+__all__ = [
+    "CHANGED",
+    "Action",
+    "Drop",
+    "Ended",
+    "Left",
+    "Raised",
+    "Returned",
+    "StopReason",
+    "WasCancelled",
+    "asked_seconds",
+    "decide",
+]
+
+#: Why a run is parked whose workflow changed under it.
+CHANGED: Final = Parked(code="workflow_changed")
 
 
 class StopReason(Enum):
@@ -45,12 +66,19 @@ class WasCancelled:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A workflow's attempt ended before the workflow did."""
+
+    way: Way
+
+
+@dataclass(frozen=True)
 class Drop:
     """Nothing may be written any more."""
 
 
-Ended = Returned | Raised | WasCancelled
-Action = Completion | FailedAttempt | Release | Drop
+Ended = Returned | Raised | WasCancelled | Left
+Action = Completion | Continuation | FailedAttempt | Release | Drop
 
 # A failure by the worker's own hand; the run may be tried again within its budgets.
 _OURS = {
@@ -63,11 +91,18 @@ _INVALID_OUTPUT = Failure(kind="terminal", code="invalid_output", error_class="f
 
 
 def decide(
-    state: AttemptState, ended: Ended, reason: StopReason | None, *, retry: Retry, random: Callable[[], float]
+    state: AttemptState,
+    ended: Ended,
+    reason: StopReason | None,
+    *,
+    retry: Retry,
+    random: Callable[[], float],
+    workflow: Workflow | None = None,
 ) -> tuple[Action, Failure | None]:
     """What to write, and the failure that it records if it is one.
 
-    A handler that returned has done its work, even if the worker had begun to stop it: only a lost lease or a cancellation
+    ``workflow`` is what was executed, where that is no plain handler: its result has a type, and some of its failures are for its
+    client. A handler that returned has done its work, even if the worker had begun to stop it: only a lost lease or a cancellation
     takes that away, and the fence decides in the end. One that the worker stopped for its own sake has not failed, whatever it
     raised on the way out.
     """
@@ -76,18 +111,62 @@ def decide(
     if reason is StopReason.CANCEL_REQUESTED:
         return _failed(state, _CANCELLED, retry, random), _CANCELLED
     if isinstance(ended, Returned):
-        return _completed(state, ended.output, retry, random)
+        return _completed(state, ended.output, workflow, retry, random)
+    if isinstance(ended, Left):
+        return _left(state, ended.way), None
     if reason is StopReason.STOPPING:
-        return Release(key=state.claim.key, checkpoint=state.checkpoint, started_after_seconds=state.started_after), None
+        return _released(state), None
+    if reason is None and isinstance(ended, Raised):
+        if isinstance(ended.error, WorkflowChanged):
+            return _left(state, CHANGED), None
+        told = told_failure(workflow, ended.error)
+        if told is not None:
+            return _refused(state, told, retry, random), told.failure
     failure = _failure(ended, reason)
     return _failed(state, failure, retry, random), failure
 
 
-def _completed(state: AttemptState, output: object, retry: Retry, random: Callable[[], float]) -> tuple[Action, Failure | None]:
+def _completed(
+    state: AttemptState, output: object, workflow: Workflow | None, retry: Retry, random: Callable[[], float]
+) -> tuple[Action, Failure | None]:
     try:
-        return state.completion(encoded("output", output, most=MAX_OUTPUT_BYTES)), None
+        if workflow is None:
+            return state.completion(encoded("output", output, most=MAX_OUTPUT_BYTES)), None
+        return state.completion(encoded_as("output", workflow.result, output, most=MAX_OUTPUT_BYTES)), None
     except InvalidCommand:
         return _failed(state, _INVALID_OUTPUT, retry, random), _INVALID_OUTPUT
+
+
+def _left(state: AttemptState, way: Way) -> Action:
+    if isinstance(way, GivenBack):
+        return replace(_released(state), delay_seconds=way.seconds)
+    if isinstance(way, Parked):
+        return replace(_released(state), parked_as=way.code)
+    return _continued(state, way)
+
+
+def _released(state: AttemptState) -> Release:
+    return Release(key=state.claim.key, checkpoint=state.checkpoint, started_after_seconds=state.started_after)
+
+
+def _continued(state: AttemptState, way: Continuing) -> Continuation:
+    following = way.workflow
+    return Continuation(
+        key=state.claim.key,
+        new_run_id=uuid7(),
+        workflow=following.name,
+        workflow_version=following.version,
+        input=state.codec.encode(way.input),
+        max_attempts=following.max_attempts,
+        deadline_seconds=following.deadline_seconds,
+        started_after_seconds=state.started_after,
+        usage=state.usage,
+    )
+
+
+def _refused(state: AttemptState, told: ToldFailure, retry: Retry, random: Callable[[], float]) -> FailedAttempt:
+    """The workflow's word to its client: the run ends here, whatever the policy says of such errors."""
+    return replace(_failed(state, told.failure, retry, random), failure=state.codec.encode(told.payload))
 
 
 def _failure(ended: Raised | WasCancelled, reason: StopReason | None) -> Failure:

@@ -1,5 +1,6 @@
 """One message on its way to one handler, and what can become of it."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -31,12 +32,14 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A record that was received, until all of its handlers are done with it. ``finished`` is told then."""
+    """A record that was received, until all of its handlers are done with it. ``finished`` is told then. ``stopping`` is set when
+    its partition is to be let go of."""
 
     record: Record
     size: int
     finished: "Callable[[Arrival], None]"
     suspect: bool = False
+    stopping: asyncio.Event | None = None
     left: int = 1
 
     def done(self) -> None:
@@ -57,7 +60,8 @@ class Redrive(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Delivery:
     """``attempts`` are those spent, ``postponed`` the retries that spent none. ``handler`` None: it is refused, for ``refusal``.
-    ``suspect``: it may have ended the process that handled it before; ``doubtful``: another delivery of it was on its way here."""
+    ``suspect``: it may have ended the process that handled it before, or may end this one;
+    ``doubtful``: another delivery of it was on its way here."""
 
     record: Record
     message: Message[Any] | None

@@ -112,6 +112,8 @@ class Dispatcher:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(error)
+        elif task.cancelled() and not self._stopped:
+            self._failed(asyncio.CancelledError("nobody has cancelled a handling, and its lane would wait for ever"))
 
     async def _serve(self, lane: _Lane) -> None:
         try:

@@ -100,14 +100,3 @@ WHERE e.run_key = $1 AND e.tenant_id = $2 AND e.iteration = $3 AND e.step = $4 A
     WHERE j.run_id = $7 AND j.tenant_id = $2 AND j.state = 'leased' AND j.lease_owner = $8 AND j.lease_generation = $9
       AND j.lease_expires_at > clock_timestamp()))
 RETURNING e.generation;
-
--- name: record_effect
--- An effect inside this database, recorded with it in one transaction: no call, so no reservation. No row: it is recorded already.
--- The lease is not asked for here: the transaction's last statement does. $10 holder, $11 fingerprint, $12 version of its secret,
--- $13 provider's key, $14 result.
-INSERT INTO fencepost.effects AS e (run_key, tenant_id, iteration, step, occurrence, operation, state, run_id, run_generation, holder,
-                                    fingerprint, fingerprint_version, provider_key, result, finished_at)
-SELECT $1, $2, $3, $4, $5, $6, 'succeeded', $7::uuid, $9::bigint, $10, $11, $12, $13, $14, clock_timestamp()
-WHERE ($7::uuid IS NULL) = ($8::text IS NULL)
-ON CONFLICT (run_key, tenant_id, iteration, step, occurrence, operation) DO NOTHING
-RETURNING e.generation;

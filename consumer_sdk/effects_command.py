@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -27,13 +28,13 @@ effects = typer.Typer(help="Outside effects: what was sent, and what became of i
 
 _State = Literal["open", "reserved", "sent", "succeeded", "failed", "unknown", "applied", "absent", "disputed"]
 _Resolution = Literal["applied", "absent", "disputed"]
-_Tenant = Annotated[str, typer.Argument(help="Whose effect.", metavar="TENANT")]
+_Tenant = Annotated[str, typer.Argument(help="Whose effect; '' where the message has no tenant.", metavar="TENANT")]
 _RunKey = Annotated[str, typer.Argument(help="The first run of the lineage, any run of it, or the event's id.", metavar="RUN_KEY")]
 
 
 @effects.command("list")
 def list_effects(
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's; '' for messages without one.")] = None,
     state: Annotated[_State, typer.Option(help="open: those whose answer nobody knows, the oldest call first.")] = "open",
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
     database_url: DatabaseUrl = "",
@@ -47,7 +48,7 @@ def list_effects(
 
       fencepost effects list --tenant acme --state disputed --json
     """
-    check_text(tenant=tenant)
+    check_text(tenant=tenant or None)
     found = asyncio.run(_listed(database_url, tenant, state, limit))
     if as_json:
         print_json([plain(row) for row in found])
@@ -64,8 +65,10 @@ async def _listed(database_url: str, tenant: str | None, state: str, limit: int)
 
 
 def _line(row: Mapping[str, Any]) -> Sequence[object]:
+    """What names an effect to the other commands reads as a shell takes it: a message may have no tenant."""
     sent = relative(row["sent_at"], row["now"]) or "never"
-    return row["run_key"], row["generation"], row["sends"], sent, row["tenant_id"], _step(row), row["operation"], row["state"]
+    run_key, tenant = shlex.quote(row["run_key"]), shlex.quote(row["tenant_id"])
+    return run_key, row["generation"], row["sends"], sent, tenant, _step(row), row["operation"], row["state"]
 
 
 def _step(row: Mapping[str, Any]) -> str:
@@ -94,10 +97,10 @@ def show(tenant: _Tenant, run_key: _RunKey, database_url: DatabaseUrl = "", as_j
 
 
 def _found(database_url: str, tenant: str, run_key: str) -> Sequence[Any]:
-    check_text(tenant=tenant, run_key=run_key)
+    check_text(tenant=tenant or None, run_key=run_key)
     found = asyncio.run(_effects_of(database_url, tenant, run_key))
     if not found:
-        _say_no(f"tenant {tenant} has no effects of {run_key}")
+        _say_no(f"tenant {shlex.quote(tenant)} has no effects of {run_key}")
     return found
 
 
@@ -122,7 +125,7 @@ def _print_effect(row: Mapping[str, Any]) -> None:
 def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     lease = f", under generation {row['run_generation']} of run {row['run_id']}" if row["run_id"] else ""
     lines = [
-        ("lineage", f"{row['run_key']} of tenant {row['tenant_id']}"),
+        ("lineage", f"{row['run_key']} of tenant {shlex.quote(row['tenant_id'])}"),
         ("generation", f"{row['generation']}, last taken by {row['holder']}{lease}"),
         ("reserved", _when(row["created_at"], row["now"])),
         ("sends", f"{row['sends']}, the last {_when(row['sent_at'], row['now'])}" if row["sends"] else "none"),
@@ -180,7 +183,7 @@ def resolve(
       fencepost effects resolve acme 01a2297b-0198-7227-a94b-e181bb24ee35 --as applied --result '{"charge": "ch_1"}'
       --generation 3 --actor ana --reason "found in the provider's dashboard"
     """
-    check_text(tenant=tenant, actor=actor, reason=reason, operation=operation, step=step, reference=reference)
+    check_text(tenant=tenant or None, actor=actor, reason=reason, operation=operation, step=step, reference=reference)
     payload = _payload(result, resolution)
     if reference is not None and len(reference) > _MOST_REFERENCE_CHARACTERS:
         raise typer.BadParameter(f"--reference must have at most {_MOST_REFERENCE_CHARACTERS} characters")

@@ -1,11 +1,14 @@
 """What handlers hand over, as JSON within a limit."""
 
 import json
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fencepost.errors import InvalidCommand
 
-__all__ = ["MAX_OUTPUT_BYTES", "encoded"]
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+__all__ = ["MAX_OUTPUT_BYTES", "encoded", "encoded_as"]
 
 MAX_OUTPUT_BYTES: Final = 1_000_000
 
@@ -18,6 +21,19 @@ def encoded(field: str, value: object, *, most: int) -> bytes:
         payload = str(text).encode()
     except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no value may end the worker
         raise InvalidCommand(field, "must be a value that JSON can hold", "convert it first") from None
+    return _within(field, payload, most)
+
+
+def encoded_as(field: str, adapter: "TypeAdapter[Any]", value: object, *, most: int) -> bytes:
+    """``value``, checked against its declared type, as JSON under the names that clients use. Raises ``InvalidCommand``."""
+    try:
+        payload = adapter.dump_json(adapter.validate_python(value), by_alias=True)
+    except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no value may end the worker
+        raise InvalidCommand(field, "must be of the type that the workflow declares", "convert it first") from None
+    return _within(field, payload, most)
+
+
+def _within(field: str, payload: bytes, most: int) -> bytes:
     if len(payload) > most:
         raise InvalidCommand(field, f"{len(payload)} bytes exceed the limit of {most}", "store it elsewhere and keep a reference")
     return payload

@@ -1,26 +1,28 @@
 """Handles one message: runs its handler within limits, and has the outcome recorded before anybody hears of it."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, cast
 
 import structlog
 
 from consumer_sdk.calling import called
-from consumer_sdk.classification import Retryable, classify
+from consumer_sdk.classification import Retryable
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Dead, Delivery, Done, Outcome
 from consumer_sdk.evidence import frames_of
 from consumer_sdk.identity import step_key
+from consumer_sdk.in_hand import InHand
 from consumer_sdk.message_context import MessageContext
-from consumer_sdk.message_decision import ENVIRONMENT, decide_failure
+from consumer_sdk.message_decision import ENVIRONMENT, decide_failure, failure_of, is_refused
 from consumer_sdk.message_handlers import MessageFunction
 from consumer_sdk.message_runs import MessageRuns
 from consumer_sdk.message_writer import DeliveryState, MessageWriter
 from consumer_sdk.tracing import Tracing
+from consumer_sdk.trials import Trials
 from fencepost.clock import lease_clock
-from fencepost.errors import AlreadyHandled, InvariantViolated
+from fencepost.errors import AlreadyHandled, ConfigurationError, InvariantViolated, LeaseLost
 
 __all__ = ["AttemptDeadline", "Handling"]
 
@@ -28,6 +30,7 @@ _log = structlog.get_logger(__name__)
 
 _HANDLED: Final = Done("handled")
 _DUPLICATE: Final = Done("duplicate")
+_PROCESS_ENDED: Final = Dead("attempts_exhausted", "consumer_sdk.ProcessEnded", "process_ended")
 
 
 class AttemptDeadline(Retryable):
@@ -57,44 +60,56 @@ class Handling:
         self._tracing = tracing
         self._metrics = metrics
         self._stopping = stopping
-        self._alone = asyncio.Lock()
+        self._trials = Trials(writer.store)
+        self.in_hand = InHand()
 
     async def handle(self, delivery: Delivery) -> Outcome:
         """Try once. A message that was tried before is looked up first: it may have been handled after all."""
         if delivery.first_tried_at is None:
             delivery.first_tried_at = lease_clock()
+        if not delivery.suspect:
+            return await self._attempted(delivery)
+        return await self.with_care(delivery, partial(self._attempted, delivery))
+
+    async def with_care(self, delivery: Delivery, attempt: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        """The outcome of an attempt that raises only what must end the consumer. One that may end its process is counted before it
+        is begun, and is not begun any more in the end."""
+        handler = delivery.handler
+        if not delivery.suspect or handler is None:
+            return await attempt()
+        most = handler.attempts if delivery.redrive is None else 1
+        try:
+            async with self._trials.begun(delivery.identity, apart=most == 1) as trial:
+                outcome = await (attempt() if trial.number <= most else self.settled(delivery, _PROCESS_ENDED))
+                trial.settled = not isinstance(outcome, Again)
+                return outcome
+        except InvariantViolated:
+            raise
+        except Exception as error:  # noqa: BLE001 - a boundary: it could not be counted, so it was not begun
+            return await self.failed(delivery, error)
+
+    async def _attempted(self, delivery: Delivery) -> Outcome:
         try:
             if delivery.refusal is not None:
                 return await self._given_up_or_put_off(delivery, Dead(*delivery.refusal))
             if (delivery.postponed or delivery.attempts or delivery.doubtful) and await self._is_known(delivery):
                 return _DUPLICATE
-            async with await self.with_care(delivery) as outcome:
-                return outcome or await self._tried(delivery)
+            return await self._tried(delivery)
         except InvariantViolated:
             raise
         except Exception as error:  # noqa: BLE001 - a boundary: whatever a handler or a driver raises is told by its class
             return await self.failed(delivery, error)
 
-    async def with_care(self, delivery: Delivery) -> AbstractAsyncContextManager[Outcome | None]:
-        """What is done about a message that may end the process: it is counted before it is begun, from the second time on it is
-        handled apart from all others of its kind, so that none is blamed for another, and in the end it is given up."""
-        if not delivery.suspect:
-            return nullcontext()
-        return self._apart(delivery, await self._writer.store.begin_trial(delivery.identity))
-
-    @asynccontextmanager
-    async def _apart(self, delivery: Delivery, trials: int) -> AsyncIterator[Outcome | None]:
-        assert delivery.handler is not None
-        delivery.suspect = False  # of this process's retries none is begun anew
-        if trials > delivery.handler.attempts:
-            yield await self.settled(delivery, Dead("attempts_exhausted", "consumer_sdk.ProcessEnded", "process_ended"))
-            return
-        async with self._alone if trials > 1 else nullcontext():
-            yield None
-
     async def failed(self, delivery: Delivery, error: Exception) -> Outcome:
-        """What an attempt's error comes to."""
-        outcome = decide_failure(delivery, error, now=lease_clock(), environment=not await self._writer.answers())
+        """What an attempt's error comes to. Raises the one that must end the consumer."""
+        if is_refused(error):
+            raise error
+        if delivery.first_tried_at is None:
+            delivery.first_tried_at = lease_clock()
+        away = not await self._writer.answers()
+        outcome = decide_failure(delivery, error, now=lease_clock(), environment=away)
+        if away:
+            delivery.first_tried_at = None  # patience is with what answers, and begins anew when it does
         self._note(delivery, error, outcome)
         return await self.settled(delivery, outcome)
 
@@ -129,11 +144,11 @@ class Handling:
             delivery,
             effect_run=delivery.identity.run_key if message.run_id is None else message.run_id,
             effect_step=delivery.identity.step if message.run_id is None else step_key(self._consumer, handler.step, message),
-            stopping=self._stopping,
+            stopping=self._stopping if delivery.arrival is None else delivery.arrival.stopping or self._stopping,
         )
         began = lease_clock()
         try:
-            with self._tracing.processing(message, handler.step):
+            with self._tracing.processing(message, handler.step), self.in_hand.held(handler, [delivery]):
                 if handler.workflow is not None:
                     assert self._runs is not None
                     ended = await self._runs.execute(handler, message, state, self._writer)
@@ -196,10 +211,12 @@ class Handling:
 
     def _note(self, delivery: Delivery, error: Exception, outcome: Again | Dead) -> None:
         """What a developer needs to find the fault, and no value: class, code and place, never the message."""
-        failure = classify(error)
+        failure = failure_of(error)
         record = delivery.record
+        # Fencepost's own: it names a setting and the remedy, never a value.
+        problem = {"problem": str(error)} if isinstance(error, ConfigurationError) else {}
         _log.warning(
-            "attempt_failed",
+            "lease_lost" if isinstance(error, LeaseLost) else "attempt_failed",
             kind=failure.kind,
             code=failure.code,
             error_class=failure.error_class,
@@ -209,6 +226,7 @@ class Handling:
             offset=record.offset,
             attempt=delivery.attempts + 1,
             retry_seconds=round(outcome.after_seconds, 2) if isinstance(outcome, Again) else None,
+            **problem,
         )
 
     def _note_after_end(self, delivery: Delivery, error: Exception, state: DeliveryState) -> None:

@@ -13,11 +13,45 @@ SELECT count(*) AS runs FROM (
 -- name: list_runs
 -- The newest $6 runs of tenant $1, workflow $2 and state $3 (null: any) with ids from $4 to $5.
 SELECT r.run_id, r.tenant_id, r.workflow, r.state, j.state AS job_state, j.attempts, j.max_attempts, j.dead_reason, r.error_code,
+       CASE WHEN j.state = 'queued' AND j.available_at >= timestamptz '9999-01-01' THEN j.last_error_code END AS parked_as,
        r.created_at, r.finished_at, clock_timestamp() AS now
 FROM fencepost.runs AS r JOIN fencepost.jobs AS j ON j.run_id = r.run_id AND j.tenant_id = r.tenant_id
 WHERE r.run_id BETWEEN $4 AND $5
   AND ($1::text IS NULL OR r.tenant_id = $1) AND ($2::text IS NULL OR r.workflow = $2) AND ($3::text IS NULL OR r.state = $3)
 ORDER BY r.run_id DESC LIMIT $6;
+
+-- name: list_parked
+-- At most $3 runs of tenant $1 and workflow $2 (null: any) that wait for a person, those of a workflow by their ids. A loose index scan
+-- over the workflows: parked jobs are the last of each.
+WITH RECURSIVE waiting AS (
+    (SELECT j.workflow FROM fencepost.jobs AS j WHERE j.state = 'queued' ORDER BY j.workflow LIMIT 1)
+    UNION ALL
+    SELECT (SELECT j.workflow FROM fencepost.jobs AS j WHERE j.state = 'queued' AND j.workflow > w.workflow ORDER BY j.workflow LIMIT 1)
+    FROM waiting AS w WHERE w.workflow IS NOT NULL
+)
+SELECT r.run_id, r.tenant_id, r.workflow, r.state, p.state AS job_state, p.attempts, p.max_attempts, p.dead_reason, r.error_code,
+       p.last_error_code AS parked_as, r.created_at, r.finished_at, clock_timestamp() AS now
+FROM waiting AS w CROSS JOIN LATERAL (
+    SELECT j.* FROM fencepost.jobs AS j
+    WHERE j.state = 'queued' AND j.workflow = w.workflow AND j.available_at >= timestamptz '9999-01-01'
+      AND ($1::text IS NULL OR j.tenant_id = $1)
+    ORDER BY j.available_at, j.run_id LIMIT $3
+) AS p JOIN fencepost.runs AS r ON r.run_id = p.run_id AND r.tenant_id = p.tenant_id
+WHERE w.workflow IS NOT NULL AND ($2::text IS NULL OR w.workflow = $2)
+LIMIT $3;
+
+-- name: resume
+-- Let parked run $2 of tenant $1 go on, for actor $3 and reason $4.
+SELECT p.outcome FROM fencepost.resume_run($1, $2, $3, $4) AS p;
+
+-- name: erase
+-- Erase the lineage of tenant $1 that $2 names, a run or a monitor's id, for actor $3 and reason $4.
+SELECT n.run_id, e.outcome, e.runs
+FROM (SELECT coalesce(
+    (SELECT r.root_run_id FROM fencepost.runs AS r WHERE r.run_id = $2 AND r.tenant_id = $1),
+    (SELECT l.root_run_id FROM fencepost.lineages AS l WHERE l.monitor_id = $2 AND l.tenant_id = $1),
+    $2) AS run_id) AS n
+CROSS JOIN LATERAL fencepost.erase_lineage($1, n.run_id, $3, $4) AS e;
 
 -- name: tenants_of
 -- Who has a run with id $1.
@@ -49,7 +83,7 @@ ORDER BY a.generation DESC LIMIT $3;
 -- name: run_events
 -- The newest $3 events of run $1 of tenant $2, without what they say but who decided and why.
 SELECT e.sequence, e.type, e.fencing_token, e.created_at, e.detail ->> 'decided_by' AS decided_by, e.detail ->> 'reason' AS reason,
-       e.detail ->> 'error_code' AS error_code
+       e.detail ->> 'error_code' AS error_code, e.detail ->> 'continued_as' AS continued_as
 FROM fencepost.run_events AS e WHERE e.run_id = $1 AND e.tenant_id = $2
 ORDER BY e.sequence DESC LIMIT $3;
 
@@ -87,7 +121,7 @@ ORDER BY e.deadline_at LIMIT $2;
 SELECT e.run_key, e.tenant_id, e.iteration, e.step, e.occurrence, e.operation, e.state, e.generation, e.sends, e.sent_at,
        e.deadline_at, e.created_at, clock_timestamp() AS now
 FROM fencepost.effects AS e
-WHERE e.state = $2 AND e.operation <> 'fencepost.message' AND ($1::text IS NULL OR e.tenant_id = $1)
+WHERE e.state = $2 AND e.operation NOT IN ('fencepost.message', 'fencepost.step', 'fencepost.timer') AND ($1::text IS NULL OR e.tenant_id = $1)
 ORDER BY e.created_at DESC LIMIT $3;
 
 -- name: effects_of
@@ -214,7 +248,7 @@ ORDER BY r.run_id DESC LIMIT $5;
 SELECT r.run_id, r.tenant_id, r.state, count(e.type) AS terminal_events, string_agg(e.type, ', ' ORDER BY e.sequence) AS types
 FROM fencepost.runs AS r
 LEFT JOIN fencepost.run_events AS e ON e.run_id = r.run_id AND e.tenant_id = r.tenant_id
-    AND e.type IN ('run_completed', 'run_failed', 'run_cancelled')
+    AND e.type IN ('run_completed', 'run_failed', 'run_cancelled', 'run_continued')
 WHERE r.run_id BETWEEN $1 AND $2 AND ($3::text IS NULL OR r.tenant_id = $3)
 GROUP BY r.run_id, r.tenant_id
 HAVING count(e.type) <> (r.finished_at IS NOT NULL)::int OR bool_or(e.type <> 'run_' || r.state)
@@ -243,8 +277,8 @@ ORDER BY j.run_id LIMIT $4;
 SELECT e.run_id, e.tenant_id, e.type, e.fencing_token AS written_under, j.lease_generation AS generation
 FROM fencepost.run_events AS e JOIN fencepost.jobs AS j ON j.run_id = e.run_id AND j.tenant_id = e.tenant_id
 WHERE e.run_id BETWEEN $1 AND $2 AND ($3::text IS NULL OR e.tenant_id = $3)
-  AND e.type IN ('run_completed', 'run_failed', 'run_cancelled')
-  AND (e.fencing_token <> j.lease_generation OR (e.fencing_token IS NULL AND e.type = 'run_completed'))
+  AND e.type IN ('run_completed', 'run_failed', 'run_cancelled', 'run_continued')
+  AND (e.fencing_token <> j.lease_generation OR (e.fencing_token IS NULL AND e.type IN ('run_completed', 'run_continued')))
 ORDER BY e.run_id LIMIT $4;
 
 -- name: alignment
@@ -252,7 +286,7 @@ SELECT r.run_id, r.tenant_id, r.state AS run, j.state AS job
 FROM fencepost.runs AS r LEFT JOIN fencepost.jobs AS j ON j.run_id = r.run_id AND j.tenant_id = r.tenant_id
 WHERE r.run_id BETWEEN $1 AND $2 AND ($3::text IS NULL OR r.tenant_id = $3)
   AND ((r.state, j.state) IN (('queued', 'queued'), ('running', 'queued'), ('running', 'leased'), ('completed', 'completed'),
-                              ('failed', 'dead'), ('cancelled', 'cancelled'))) IS NOT TRUE
+                              ('failed', 'dead'), ('cancelled', 'cancelled'), ('continued', 'completed'))) IS NOT TRUE
 ORDER BY r.run_id LIMIT $4;
 
 -- name: late_writes
@@ -457,34 +491,120 @@ RETURNING j.run_id;
 INSERT INTO fencepost.audit (actor, command, reason, detail) VALUES ($1, 'diagnose stuck-leases --repair', $2, $3::jsonb);
 
 -- Dead letters --------------------------------------------------------------------------------------------------------
+--
+-- $1..$10 say which, null: any. $1 consumer, $2 tenant, $3 topic, $4 event type, $5 reason, $6 error class, $7 error code, $8 states,
+-- and ids between $9 and $10, themselves not among them: ids are UUIDv7, so that is a range of time as well.
 
 -- name: list_dead_letters
--- At most $6 dead letters after id $5 (null: from the first): consumer $1, topic $2, reason $3 and states $4, null: any. Oldest first.
-SELECT d.dead_letter_id, d.consumer, d.step, d.topic, d."partition", d."offset", d.event_type, d.reason, d.error_code, d.attempts,
-       d.state, d.redrives, d.tenant_id, d.created_at, d.changed_at, octet_length(d.payload) AS payload_bytes,
+-- The oldest $11 of them.
+SELECT d.dead_letter_id, d.consumer, d.step, d.run_key, d.tenant_id, d.topic, d."partition", d."offset", d.event_type, d.reason,
+       d.error_class, d.error_code, d.attempts, d.state, d.redrives, d.created_at, d.changed_at, octet_length(d.payload) AS payload_bytes,
        clock_timestamp() AS now
 FROM fencepost.dead_letters AS d
-WHERE ($1::text IS NULL OR d.consumer = $1) AND ($2::text IS NULL OR d.topic = $2) AND ($3::text IS NULL OR d.reason = $3)
-  AND ($4::text[] IS NULL OR d.state = ANY ($4)) AND ($5::uuid IS NULL OR d.dead_letter_id > $5)
-ORDER BY d.dead_letter_id LIMIT $6;
+WHERE ($1::text IS NULL OR d.consumer = $1) AND ($2::text IS NULL OR d.tenant_id = $2) AND ($3::text IS NULL OR d.topic = $3)
+  AND ($4::text IS NULL OR d.event_type = $4) AND ($5::text IS NULL OR d.reason = $5)
+  AND ($6::text IS NULL OR d.error_class = $6) AND ($7::text IS NULL OR d.error_code = $7)
+  AND ($8::text[] IS NULL OR d.state = ANY ($8)) AND d.dead_letter_id > $9 AND d.dead_letter_id < $10
+ORDER BY d.dead_letter_id LIMIT $11;
+
+-- name: list_newest_dead_letters
+-- The newest $11 of them.
+SELECT d.dead_letter_id, d.consumer, d.step, d.run_key, d.tenant_id, d.topic, d."partition", d."offset", d.event_type, d.reason,
+       d.error_class, d.error_code, d.attempts, d.state, d.redrives, d.created_at, d.changed_at, octet_length(d.payload) AS payload_bytes,
+       clock_timestamp() AS now
+FROM fencepost.dead_letters AS d
+WHERE ($1::text IS NULL OR d.consumer = $1) AND ($2::text IS NULL OR d.tenant_id = $2) AND ($3::text IS NULL OR d.topic = $3)
+  AND ($4::text IS NULL OR d.event_type = $4) AND ($5::text IS NULL OR d.reason = $5)
+  AND ($6::text IS NULL OR d.error_class = $6) AND ($7::text IS NULL OR d.error_code = $7)
+  AND ($8::text[] IS NULL OR d.state = ANY ($8)) AND d.dead_letter_id > $9 AND d.dead_letter_id < $10
+ORDER BY d.dead_letter_id DESC LIMIT $11;
+
+-- name: summarise_dead_letters
+-- How many they are by consumer, type and cause, the $12 largest groups first; counted up to $11. `all_letters` and `all_groups` count
+-- beyond $12.
+SELECT s.consumer, s.event_type, s.reason, s.error_class, s.error_code, count(*) AS letters,
+       count(*) FILTER (WHERE s.state = 'redriving') AS redriving, min(s.created_at) AS oldest_at, max(s.created_at) AS newest_at,
+       sum(count(*)) OVER ()::bigint AS all_letters, count(*) OVER () AS all_groups, clock_timestamp() AS now
+FROM (
+    SELECT d.consumer, d.event_type, d.reason, d.error_class, d.error_code, d.state, d.created_at FROM fencepost.dead_letters AS d
+    WHERE ($1::text IS NULL OR d.consumer = $1) AND ($2::text IS NULL OR d.tenant_id = $2) AND ($3::text IS NULL OR d.topic = $3)
+      AND ($4::text IS NULL OR d.event_type = $4) AND ($5::text IS NULL OR d.reason = $5)
+      AND ($6::text IS NULL OR d.error_class = $6) AND ($7::text IS NULL OR d.error_code = $7)
+      AND ($8::text[] IS NULL OR d.state = ANY ($8)) AND d.dead_letter_id > $9 AND d.dead_letter_id < $10
+    LIMIT $11
+) AS s
+GROUP BY s.consumer, s.event_type, s.reason, s.error_class, s.error_code
+ORDER BY letters DESC, s.consumer, s.event_type, s.reason, s.error_class, s.error_code LIMIT $12;
+
+-- name: match_dead_letters
+-- The oldest $11 of them, and what decides whether they may be changed.
+SELECT d.dead_letter_id, d.state, d.reason, d.changed_at FROM fencepost.dead_letters AS d
+WHERE ($1::text IS NULL OR d.consumer = $1) AND ($2::text IS NULL OR d.tenant_id = $2) AND ($3::text IS NULL OR d.topic = $3)
+  AND ($4::text IS NULL OR d.event_type = $4) AND ($5::text IS NULL OR d.reason = $5)
+  AND ($6::text IS NULL OR d.error_class = $6) AND ($7::text IS NULL OR d.error_code = $7)
+  AND ($8::text[] IS NULL OR d.state = ANY ($8)) AND d.dead_letter_id > $9 AND d.dead_letter_id < $10
+ORDER BY d.dead_letter_id LIMIT $11;
+
+-- name: find_dead_letters
+-- The same of dead letters $1; null where there is no such one.
+SELECT i.dead_letter_id, d.state, d.reason, d.changed_at
+FROM unnest($1::uuid[]) AS i(dead_letter_id) LEFT JOIN fencepost.dead_letters AS d ON d.dead_letter_id = i.dead_letter_id
+ORDER BY i.dead_letter_id;
 
 -- name: dead_letter
--- Dead letter $1, with the sizes of what it holds and the names of its headers, without their values.
+-- Dead letter $1: at most $2 of its headers, and of its key, their names and their values the first $3 bytes. `recorded`: the state of
+-- the message's own row in the ledger.
 SELECT d.dead_letter_id, d.consumer, d.step, d.run_key, d.tenant_id, d.topic, d."partition", d."offset", d.recorded_at, d.event_type,
        d.reason, d.error_class, d.error_code, d.attempts, d.state, d.redrives, d.holder, d.held_until, d.created_at, d.changed_at,
-       octet_length(d.key) AS key_bytes, octet_length(d.payload) AS payload_bytes,
-       (SELECT array_agg(encode(h.name, 'escape')) FROM unnest(d.header_names) AS h(name)) AS headers, clock_timestamp() AS now
-FROM fencepost.dead_letters AS d WHERE d.dead_letter_id = $1;
+       octet_length(d.key) AS key_bytes, substring(d.key FROM 1 FOR $3) AS key, octet_length(d.payload) AS payload_bytes,
+       cardinality(d.header_names) AS header_count, h.names AS header_names, h.sizes AS header_sizes, h.heads AS header_values,
+       (SELECT e.state FROM fencepost.effects AS e
+        WHERE e.run_key = d.run_key AND e.tenant_id = d.tenant_id AND e.iteration = 0 AND e.step = d.step AND e.occurrence = 0
+          AND e.operation = 'fencepost.message') AS recorded,
+       clock_timestamp() AS now
+FROM fencepost.dead_letters AS d
+CROSS JOIN LATERAL (
+    SELECT array_agg(substring(g.name FROM 1 FOR $3) ORDER BY g.n) AS names, array_agg(octet_length(g.value) ORDER BY g.n) AS sizes,
+           array_agg(substring(g.value FROM 1 FOR $3) ORDER BY g.n) AS heads
+    FROM unnest(d.header_names, d.header_values) WITH ORDINALITY AS g(name, value, n) WHERE g.n <= $2
+) AS h
+WHERE d.dead_letter_id = $1;
 
 -- name: dead_letter_payload
-SELECT d.payload FROM fencepost.dead_letters AS d WHERE d.dead_letter_id = $1;
+-- The payload of dead letter $1: its first $2 bytes, null: all.
+SELECT CASE WHEN $2::integer IS NULL THEN d.payload ELSE substring(d.payload FROM 1 FOR $2) END AS payload
+FROM fencepost.dead_letters AS d WHERE d.dead_letter_id = $1;
 
 -- name: dead_letter_audit
--- What operators did to dead letter $1.
-SELECT a.created_at, a.actor, a.command, a.reason FROM fencepost.audit AS a WHERE a.detail ->> 'dead_letter_id' = $1::text ORDER BY a.id LIMIT 100;
+-- The newest $2 things that operators did to dead letter $1.
+SELECT a.created_at, a.actor, a.command, a.reason, (a.detail ->> 'effects_checked')::boolean AS effects_checked
+FROM fencepost.audit AS a WHERE a.detail ? 'dead_letter_id' AND a.detail ->> 'dead_letter_id' = $1::uuid::text ORDER BY a.id DESC LIMIT $2;
 
--- name: redrive_dead_letter
-SELECT r.outcome, r.letter_state FROM fencepost.redrive_dead_letter($1, $2, $3, $4) AS r;
+-- name: redrive_dead_letters
+-- Redrive dead letters $1 as they stood at $2, when each was last changed; $3 effects checked, $4 actor, $5 reason. One that is not
+-- dead is not locked: a handler may hold it. In the order of the ids, so that two operators do not wait for one another crosswise.
+WITH listed AS MATERIALIZED (
+    SELECT i.dead_letter_id, d.state, coalesce(d.state = 'dead' AND d.changed_at = i.changed_at, false) AS unchanged
+    FROM unnest($1::uuid[], $2::timestamptz[]) AS i(dead_letter_id, changed_at)
+    LEFT JOIN fencepost.dead_letters AS d ON d.dead_letter_id = i.dead_letter_id
+    ORDER BY i.dead_letter_id
+)
+SELECT l.dead_letter_id, r.outcome, r.letter_state
+FROM listed AS l CROSS JOIN LATERAL fencepost.redrive_dead_letter(l.dead_letter_id, $3, $4, $5) AS r WHERE l.unchanged
+UNION ALL
+SELECT l.dead_letter_id, CASE WHEN l.state IS NULL THEN 'not_found' WHEN l.state = 'dead' THEN 'changed' ELSE 'not_dead' END, l.state
+FROM listed AS l WHERE NOT l.unchanged;
 
--- name: discard_dead_letter
-SELECT r.outcome, r.letter_state FROM fencepost.discard_dead_letter($1, $2, $3) AS r;
+-- name: discard_dead_letters
+-- Discard dead letters $1, as above; $3 actor, $4 reason.
+WITH listed AS MATERIALIZED (
+    SELECT i.dead_letter_id, d.state, coalesce(d.state = 'dead' AND d.changed_at = i.changed_at, false) AS unchanged
+    FROM unnest($1::uuid[], $2::timestamptz[]) AS i(dead_letter_id, changed_at)
+    LEFT JOIN fencepost.dead_letters AS d ON d.dead_letter_id = i.dead_letter_id
+    ORDER BY i.dead_letter_id
+)
+SELECT l.dead_letter_id, r.outcome, r.letter_state
+FROM listed AS l CROSS JOIN LATERAL fencepost.discard_dead_letter(l.dead_letter_id, $3, $4) AS r WHERE l.unchanged
+UNION ALL
+SELECT l.dead_letter_id, CASE WHEN l.state IS NULL THEN 'not_found' WHEN l.state = 'dead' THEN 'changed' ELSE 'not_dead' END, l.state
+FROM listed AS l WHERE NOT l.unchanged;

@@ -91,6 +91,7 @@ class Intake:
             delivery.first_tried_at = -math.inf  # one attempt: no patience, and no further one
             if delivery.handler is not None:
                 delivery.attempts = delivery.handler.attempts - 1
+                delivery.suspect = True  # the operator's wish may end a process once, not for ever
             else:
                 delivery.identity = identity
         own[-1].redrive = redrive

@@ -1,4 +1,4 @@
-"""What a worker holds and what it reports: a claimed job, and the four ways in which its attempt can end."""
+"""What a worker holds and what it reports: a claimed job, and the ways in which its attempt can end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import NamedTuple
 from uuid import UUID
 
-__all__ = ["Claim", "Completion", "FailedAttempt", "JobKey", "Reaped", "Release", "Settled", "Standing", "Usage"]
+__all__ = ["Claim", "Completion", "Continuation", "FailedAttempt", "JobKey", "Reaped", "Release", "Settled", "Standing", "Usage"]
 
 
 class JobKey(NamedTuple):
@@ -37,7 +37,13 @@ class Claim:
     iteration: int
     traceparent: str | None
     created_at: datetime
+    is_replay: bool = False
     round_ended_at: str | None = None
+
+    @property
+    def was_executed(self) -> bool:
+        """Whether the ledger may hold steps of this iteration: an attempt at it, or at the run that it replays, has begun."""
+        return self.key.generation > 1 or self.is_replay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +66,8 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedAttempt:
-    """An attempt that failed. ``delay_seconds`` None: trying again cannot help, and ``reason`` says why."""
+    """An attempt that failed. ``delay_seconds`` None: trying again cannot help, and ``reason`` says why. ``failure``: what a client
+    may know of that."""
 
     key: JobKey
     delay_seconds: float | None
@@ -70,15 +77,35 @@ class FailedAttempt:
     checkpoint: bytes | None
     started_after_seconds: float
     usage: Usage
+    failure: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """An attempt given back by a worker that stops."""
+    """An attempt given back without a failure: the worker stops, or the run is to go on after ``delay_seconds``.
+
+    ``parked_as``: why it goes on only when a person resumes it."""
 
     key: JobKey
     checkpoint: bytes | None
     started_after_seconds: float
+    delay_seconds: float | None = None
+    parked_as: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """An attempt that ended its run by starting the next one of its lineage, ``new_run_id``."""
+
+    key: JobKey
+    new_run_id: UUID
+    workflow: str
+    workflow_version: int
+    input: bytes
+    max_attempts: int
+    deadline_seconds: float | None
+    started_after_seconds: float
+    usage: Usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +118,13 @@ class Settled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reaped:
-    """A job that no claim could see any more."""
+    """A job that no claim could see any more. ``root_run_id`` is the lineage whose run it ended, None if it was queued again."""
 
     run_id: UUID
     workflow: str
     state: str
     reason: str | None
+    root_run_id: UUID | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition, errors
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
@@ -12,22 +13,27 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from consumer_sdk.consumer_settings import ConsumerSettings
 from consumer_sdk.incarnation import Incarnation, UnknownTopic, incarnations
 from consumer_sdk.raw_fetch import RawBatch, fetch_batch
-from fencepost.errors import ConfigurationError, TransientError
+from consumer_sdk.retention_check import topic_retention
+from fencepost.clock import lease_clock
+from fencepost.errors import ConfigurationError, InvariantViolated, TransientError
 
 __all__ = ["Committed", "KafkaMember", "UnreadableRecord"]
+
+_log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
 
 _START_SECONDS: Final = 30.0
 _ANSWER_SECONDS: Final = 30.0
+_TELL_FENCING_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 5.0
 _MAX_POLL_INTERVAL_MS: Final = 300_000
+# How soon partitions are found that were added, and those of a topic that was away.
+_METADATA_AGE_MS: Final = 30_000
 # What a fetch may bring, all partitions of a broker together: the client holds about as much again.
 _FETCH_BYTES: Final = 16 * 1024 * 1024
 # Brokers deliver a larger record all the same, by itself.
 _PARTITION_FETCH_BYTES: Final = 1024 * 1024
-_INFINITE: Final = -1.0
-_MS_A_DAY: Final = 86_400_000
 
 #: An operator must act: no right, another process under the same name, or a group of another kind.
 _FATAL: Final = (
@@ -39,6 +45,19 @@ _FATAL: Final = (
     errors.InvalidSessionTimeoutError,
     errors.UnsupportedVersionError,
 )
+
+
+class _FencedInstanceIdError(errors.BrokerResponseError):  # type: ignore[misc]
+    """aiokafka has no name for it, and would tell of it as of any unknown error."""
+
+    errno = 82
+    message = "FENCED_INSTANCE_ID"
+    description = "Another process has joined the group under this static member's name."
+
+
+errors.kafka_errors.setdefault(_FencedInstanceIdError.errno, _FencedInstanceIdError)
+# As the client quotes it.
+_FENCED: Final = _FencedInstanceIdError.__name__
 
 Committed = tuple[int, str]
 
@@ -73,7 +92,11 @@ class KafkaMember:
     ) -> None:
         self._topics = settings.topics
         self._settings = settings
-        self._listener = _Listener(revoked, assigned)
+        self._listener = _Listener(revoked, self._mind_assigned)
+        self._assigned = assigned
+        self._member_id: str | None = None
+        self._member_since = 0.0
+        self._fencing_told = -_TELL_FENCING_SECONDS
         self._consumer = AIOKafkaConsumer(
             bootstrap_servers=settings.kafka_bootstrap_servers,
             group_id=settings.consumer_group,
@@ -85,6 +108,7 @@ class KafkaMember:
             session_timeout_ms=int(settings.consumer_session_timeout_seconds * 1000),
             heartbeat_interval_ms=int(settings.consumer_session_timeout_seconds * 1000 / 3),
             max_poll_interval_ms=_MAX_POLL_INTERVAL_MS,
+            metadata_max_age_ms=_METADATA_AGE_MS,
             rebalance_timeout_ms=int(settings.consumer_rebalance_grace_seconds * 1000) + 30_000,
             fetch_max_bytes=_FETCH_BYTES,
             max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
@@ -106,12 +130,45 @@ class KafkaMember:
         """Join the group."""
         self._consumer.subscribe(topics=list(self._topics), listener=self._listener)
 
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether the broker that keeps the group is known: no more, soon after it fell silent. Polls just bring nothing then."""
+        return self._consumer._coordinator.coordinator_id is not None
+
+    def _mind_assigned(self, partitions: Collection[TopicPartition]) -> None:
+        self._mind_fencing()
+        self._assigned(partitions)
+
+    def _mind_fencing(self) -> None:
+        """A static member keeps its id through rebalances. It loses it when its session has run out, and sooner only to another
+        process that joins under its name. It is told of that where it joins itself; its heartbeats and commits hear that it is
+        unknown, and it joins anew."""
+        member_id, now = self._consumer._coordinator.member_id, lease_clock()
+        if not self._settings.consumer_instance or member_id == self._member_id:
+            return
+        sooner = self._member_id is not None and now - self._member_since < self._settings.consumer_session_timeout_seconds
+        if sooner:
+            self._tell_fencing()
+        self._member_id, self._member_since = member_id, now
+
+    def _tell_fencing(self) -> None:
+        if lease_clock() - self._fencing_told < _TELL_FENCING_SECONDS:
+            return
+        self._fencing_told = lease_clock()
+        _log.error(
+            "instance_shared",
+            instance=self._settings.consumer_instance,
+            remedy="another process has the same FENCEPOST_CONSUMER_INSTANCE, and they take the partitions from each other; "
+            "give each process one of its own",
+        )
+
     async def poll(
         self, *partitions: TopicPartition, most: int | None, milliseconds: int
     ) -> Mapping[TopicPartition, Sequence[Any]]:
         """Records that have come, waited for at most so long, of these partitions or of all.
 
-        Whatever it raises, ``UnreadableRecord`` too, records may be lost that it had in hand: seek.
+        Whatever it raises, ``UnreadableRecord`` too, records may be lost that it had in hand: seek. ``InvariantViolated``: the
+        client has given up for good.
         """
         try:
             records: Mapping[TopicPartition, Sequence[Any]] = await self._translated(
@@ -119,12 +176,26 @@ class KafkaMember:
             )
         except UnicodeDecodeError:
             raise UnreadableRecord from None  # without its cause, which carries the bytes
+        except TransientError as error:
+            self._mend(str(error.__cause__))
+            raise
         return records
+
+    def _mend(self, told: str) -> None:
+        """What the client does beside has no other way to tell: without its heart it would be no member for ever."""
+        if _FENCED in told:
+            self._tell_fencing()
+        coordinator = self._consumer._coordinator
+        if coordinator._coordination_task.done():
+            raise InvariantViolated("the Kafka client has ended its part in the group")
+        heart = coordinator._heartbeat_task
+        if heart is not None and heart.done() and not heart.cancelled() and heart.exception() is not None:
+            coordinator.request_rejoin()
 
     def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Go on at these offsets."""
-        with contextlib.suppress(errors.IllegalStateError):  # the partition is another's by now
-            for partition, offset in offsets.items():
+        for partition, offset in offsets.items():
+            with contextlib.suppress(errors.IllegalStateError):  # the partition is another's by now
                 self._consumer.seek(partition, offset)
 
     async def fetch_batch(self, partition: TopicPartition, offset: int) -> RawBatch:
@@ -161,13 +232,15 @@ class KafkaMember:
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """Fetch no more of these for now."""
-        with contextlib.suppress(errors.IllegalStateError):
-            self._consumer.pause(*partitions)
+        for partition in partitions:
+            with contextlib.suppress(errors.IllegalStateError):
+                self._consumer.pause(partition)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
         """Fetch these again."""
-        with contextlib.suppress(errors.IllegalStateError):
-            self._consumer.resume(*partitions)
+        for partition in partitions:
+            with contextlib.suppress(errors.IllegalStateError):
+                self._consumer.resume(partition)
 
     def end_seen(self, partition: TopicPartition) -> int | None:
         """The end of a partition as the last fetch told it."""
@@ -180,8 +253,10 @@ class KafkaMember:
         """What the topics' names mean now."""
         return await incarnations(self._consumer._client, self._topics)
 
-    async def retention_days(self) -> Mapping[str, float]:
-        """How long each topic keeps its messages, in days; infinity where it keeps them for ever, or compacts them."""
+    async def retention_days(self) -> Mapping[str, float | None]:
+        """How long each topic keeps its messages, in days; infinity where it keeps them for ever, or compacts them; None where this
+        user may not know.
+        """
         admin = AIOKafkaAdminClient(bootstrap_servers=self._settings.kafka_bootstrap_servers)
         try:
             await self._translated(admin.start())
@@ -190,7 +265,7 @@ class KafkaMember:
         finally:
             with contextlib.suppress(errors.KafkaError, OSError):
                 await admin.close()
-        return dict(_retention(resource) for answer in answers for resource in answer.resources)
+        return dict(topic_retention(resource) for answer in answers for resource in answer.resources)
 
     async def has_topic(self, topic: str) -> bool:
         """Whether there is such a topic."""
@@ -202,9 +277,8 @@ class KafkaMember:
 
     async def stop(self) -> None:
         """Leave the group, unless the member is a static one, and close the connections."""
-        with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
-            async with asyncio.timeout(_STOP_SECONDS):
-                await self._consumer.stop()
+        await _in_time(self._consumer.stop())
+        await _in_time(self._consumer._client.close())  # where that was cut short
 
     async def _translated(self, answer: Awaitable[_T]) -> _T:
         try:
@@ -215,15 +289,21 @@ class KafkaMember:
             raise TransientError(f"Kafka: {type(error).__name__}") from error
 
 
+async def _in_time(ending: Awaitable[None]) -> None:
+    """Of a client that ends nothing more is wanted than that it ends."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await ending
+    except asyncio.CancelledError:
+        # While brokers are away the client cancels fetches of its own, and lets that out.
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+    except (errors.KafkaError, OSError, TimeoutError):
+        pass
+
+
 def _fatal(error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"Kafka refuses this consumer: {type(error).__name__}; see FENCEPOST_CONSUMER_GROUP, FENCEPOST_CONSUMER_TOPICS, "
-        "FENCEPOST_CONSUMER_INSTANCE and the rights of the Kafka user"
+        "FENCEPOST_CONSUMER_INSTANCE, FENCEPOST_CONSUMER_SESSION_TIMEOUT_SECONDS and the rights of the Kafka user"
     )
-
-
-def _retention(resource: Sequence[Any]) -> tuple[str, float]:
-    topic, entries = resource[3], {entry[0]: entry[1] for entry in resource[4]}
-    milliseconds = float(entries.get("retention.ms", _INFINITE))
-    forever = milliseconds < 0 or "compact" in str(entries.get("cleanup.policy", ""))
-    return topic, float("inf") if forever else milliseconds / _MS_A_DAY

@@ -15,7 +15,6 @@ from datetime import datetime
 from typing import Final
 
 from consumer_sdk.classification import classify, proven
-from consumer_sdk.codec import PLAIN, PayloadCodec
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import (
     Absent,
@@ -34,10 +33,19 @@ from consumer_sdk.effects import (
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from fencepost.canonical_json import canonical_json
 from fencepost.clock import lease_clock
-from fencepost.errors import EffectFailed, EffectMismatch, EffectUnknown, InvalidInput, LeaseLost, TransientError
+from fencepost.codec import PLAIN, PayloadCodec
+from fencepost.errors import (
+    ConfigurationError,
+    EffectFailed,
+    EffectMismatch,
+    EffectUnknown,
+    InvalidInput,
+    LeaseLost,
+    TransientError,
+)
 from fencepost.secrets import Secrets, joined
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "LedgerUnusable", "ledger_secrets"]
 
 _DOMAIN: Final = b"fencepost effect request"
 #: How long a reservation is another's before it counts as left behind: the time between two statements, amply.
@@ -49,6 +57,20 @@ _MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_REFERENCE_CHARACTERS: Final = 200
 _NOBODY_TO_ASK: Final = "nobody knows whether the effect happened, and no reconciler is registered; `fencepost effects list`"
 _STATE_OF: Final = {"terminal": "failed", "retryable": "absent", "ambiguous": "unknown"}
+
+
+class LedgerUnusable(ConfigurationError):
+    """This process cannot use the ledger. No work is at fault, and all that follows would fare alike: the process ends."""
+
+
+def ledger_secrets(given: Secrets | None) -> Secrets:
+    """What effects are bound with: the secrets that were given, or the environment's. Raises ``LedgerUnusable``."""
+    if given is not None:
+        return given
+    try:
+        return Secrets.from_environment()
+    except ConfigurationError as error:
+        raise LedgerUnusable(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,19 +1,42 @@
-"""Finds an object that a command line names as ``module:attribute``."""
+"""Finds what a command line names as ``module:attribute``."""
 
 import importlib
 import sys
 from typing import TypeVar
 
 from consumer_sdk.evidence import frames_of
+from consumer_sdk.handlers import Handlers
 from fencepost.errors import ConfigurationError
+from fencepost.workflows import Workflows
 
-__all__ = ["load_object"]
+__all__ = ["load_handlers", "load_object"]
 
 _Kind = TypeVar("_Kind")
 
 
+def load_handlers(place: str) -> Handlers:
+    """The ``Handlers`` at ``module:attribute``, or handlers of the workflows there. Raises ``ConfigurationError``."""
+    found = _found(place)
+    if isinstance(found, Workflows):
+        handlers = Handlers()
+        handlers.include(found)
+        return handlers
+    return _of_kind(place, found, Handlers)
+
+
 def load_object(place: str, kind: type[_Kind]) -> _Kind:
     """The object of that kind at ``module:attribute``; the current directory is looked in first. Raises ``ConfigurationError``."""
+    return _of_kind(place, _found(place), kind)
+
+
+def _of_kind(place: str, found: object, kind: type[_Kind]) -> _Kind:
+    if not isinstance(found, kind):
+        module_name, _, attribute = place.partition(":")
+        raise ConfigurationError(f"HANDLERS: {module_name} has no consumer_sdk.{kind.__name__} named {attribute}")
+    return found
+
+
+def _found(place: str) -> object:
     module_name, colon, attribute = place.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigurationError("HANDLERS must be module:attribute, for example orders.work:handlers")
@@ -32,7 +55,4 @@ def load_object(place: str, kind: type[_Kind]) -> _Kind:
     except Exception as error:  # noqa: BLE001 - a boundary: whatever a module does when it is imported
         place = (frames_of(error) or ["?"])[-1] if not isinstance(error, SyntaxError) else f"{error.filename}:{error.lineno}"
         raise ConfigurationError(f"HANDLERS: importing {module_name} failed: {type(error).__name__} at {place}") from None
-    found = getattr(module, attribute, None)
-    if not isinstance(found, kind):
-        raise ConfigurationError(f"HANDLERS: {module_name} has no consumer_sdk.{kind.__name__} named {attribute}")
-    return found
+    return getattr(module, attribute, None)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from consumer_sdk.classification import Ambiguous
 from consumer_sdk.context import RunContext
@@ -49,10 +49,11 @@ class HandlingState:
 
 
 class MessageWriter(Protocol):
-    """The consumer, as far as a context needs it. ``record_within`` is False for a message that has been handled."""
+    """The consumer, as far as a context needs it. ``ending`` begins a transaction in which the message is recorded as handled, and
+    gives None for one that was already; of that ``record_within`` is False."""
 
     async def once(self, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object: ...
-    def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
+    def ending(self, state: HandlingState) -> "AbstractAsyncContextManager[asyncpg.Connection | None]": ...
     async def record_within(self, connection: "asyncpg.Connection", state: HandlingState) -> bool: ...
 
 
@@ -77,7 +78,8 @@ class MessageContext:
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set when the consumer stops: return soon. What is not recorded is delivered again."""
+        """Set when the consumer stops, or its group takes the message's partition back: return soon. What is not recorded is
+        delivered again."""
         return self._state.stopping
 
     async def once(
@@ -129,23 +131,21 @@ class MessageContext:
         try:
             with commit_told_by_its_row():
                 if self.run is None:
-                    async with self._writer.transaction() as connection:
-                        await self._record(connection)
-                        yield connection
+                    async with self._writer.ending(self._state) as given:
+                        yield given or self._refuse_duplicate()
                     self._state.recorded = True
                     return
                 async with self.run.transaction() as connection:
                     yield connection
-                    if completes := self.run.completes:
-                        await self._record(connection)
+                    if (completes := self.run.completes) and not await self._writer.record_within(connection, self._state):
+                        self._refuse_duplicate()
                 self._state.recorded = completes
         finally:
             self._in_transaction = False
 
-    async def _record(self, connection: "asyncpg.Connection") -> None:
-        if not await self._writer.record_within(connection, self._state):
-            self._state.duplicate = True
-            raise AlreadyHandled("another delivery of this message has been handled")
+    def _refuse_duplicate(self) -> NoReturn:
+        self._state.duplicate = True
+        raise AlreadyHandled("another delivery of this message has been handled")
 
     async def complete(self, output: object = None) -> None:
         """Complete the message's run. Inside ``transaction()`` it commits with the rest. Raises ``LeaseLost`` if it is not held."""

@@ -2,15 +2,17 @@
 
 import random as _random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from consumer_sdk.classification import Failure, RetryLater, classify
 from consumer_sdk.decision import asked_seconds
 from consumer_sdk.delivery import Again, Dead, Delivery
-from consumer_sdk.retry import Retry
-from fencepost.errors import LeaseLost, TransientError
+from consumer_sdk.ledger import LedgerUnusable
+from fencepost.errors import ConfigurationError, LeaseLost, TransientError
+from fencepost.retry import Retry
 
-__all__ = ["ENVIRONMENT", "decide_failure", "is_environment", "postponed"]
+__all__ = ["ENVIRONMENT", "decide_failure", "failure_of", "is_environment", "is_refused", "postponed"]
 
 #: How to wait for an environment that is away: soon at first, then every few seconds, for as long as it takes.
 ENVIRONMENT: Final = Retry(base_seconds=0.2, cap_seconds=5)
@@ -20,6 +22,14 @@ _CANCELLED_STATE: Final = "sqlstate_57014"
 #: asyncpg's words for a connection that has gone under a handler, told by name as all drivers' errors are.
 _LOST_CONNECTIONS: Final = frozenset({"ConnectionDoesNotExistError", "InternalClientError"})
 _CONFLICT_STATE: Final = "sqlstate_40"
+# Who may connect, and to what. A handler's statements do not come to these.
+_REFUSED_STATES: Final = ("28", "3D")
+
+
+def failure_of(error: Exception) -> Failure:
+    """As ``classify``; what another delivery took over has a code of its own, since it is nobody's failure."""
+    failure = classify(error)
+    return replace(failure, code="lease_lost") if isinstance(error, LeaseLost) else failure
 
 
 def is_environment(error: Exception, failure: Failure) -> bool:
@@ -27,6 +37,13 @@ def is_environment(error: Exception, failure: Failure) -> bool:
     if isinstance(error, TransientError) or _is_lost(error):
         return True
     return failure.kind != "ambiguous" and failure.code.startswith(_ENVIRONMENT_STATES) and failure.code != _CANCELLED_STATE
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether the database lets this process in no more, as after its password was changed, or the ledger's secrets are missing.
+    No message is at fault, and those that follow would fare alike: an operator acts, and the consumer ends."""
+    state = getattr(error.__cause__, "sqlstate", None) or ""
+    return isinstance(error, LedgerUnusable) or (isinstance(error, ConfigurationError) and state.startswith(_REFUSED_STATES))
 
 
 def _is_lost(error: Exception) -> bool:
@@ -41,7 +58,7 @@ def decide_failure(
     """``now`` is on the lease clock; ``environment``: the database does not answer, whatever the error says."""
     handler = delivery.handler
     assert handler is not None
-    failure = classify(error)
+    failure = failure_of(error)
     if environment:
         return Again(ENVIRONMENT.delay(delivery.postponed, random=random), spent=False)
     if is_environment(error, failure):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from consumer_sdk.adapters import Adapter, cloud_events
-from consumer_sdk.codec import PLAIN, PayloadCodec
 from consumer_sdk.message import Message
 from consumer_sdk.message_context import MessageContext
 from consumer_sdk.reconcilers import Reconcilers
-from consumer_sdk.registration import WORKFLOW, InputModel, check_function, check_model_and_retry, check_seconds
-from consumer_sdk.retry import Retry
+from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.errors import ConfigurationError
+from fencepost.registration import WORKFLOW, InputModel, check_function, check_model_and_retry, check_seconds
+from fencepost.retry import Retry
 from fencepost.wire import MAX_ATTRIBUTE_BYTES
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ The job's own budgets, delays and deadline decide then, not the message's. A run
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, cast
 from uuid import UUID
 
@@ -30,6 +31,7 @@ from consumer_sdk.worker_metrics import WorkerMetrics
 from consumer_sdk.worker_settings import WorkerSettings
 from fencepost import __version__
 from fencepost.clock import lease_clock
+from fencepost.codec import PayloadCodec
 from fencepost.errors import TransientError
 from fencepost.secrets import Secrets
 
@@ -48,14 +50,6 @@ _NO_RUN: Final = Dead("rejected", "consumer_sdk.NoRun", "message_names_no_run")
 _OTHER_WORKFLOW: Final = Dead("rejected", "consumer_sdk.OtherWorkflow", "run_of_another_workflow")
 
 
-class _Unread:
-    """The run's input is left alone: the message has its own payload."""
-
-    @classmethod
-    def model_validate_json(cls, _json_data: bytes) -> None:
-        return None
-
-
 class MessageRuns:
     """``settings`` are a worker's: leases, margins, graces. ``execute`` returns None for a run that ended well."""
 
@@ -67,10 +61,12 @@ class MessageRuns:
         owner: str,
         reconcilers: Mapping[str, Reconciler],
         secrets: Secrets | None,
+        codec: PayloadCodec,
         metrics: WorkerMetrics,
     ) -> None:
         self._store = store
         self._settings = settings
+        self._codec = codec
         self._metrics = metrics
         self._writer = RunWriter(
             store=store,
@@ -80,6 +76,7 @@ class MessageRuns:
             concurrency=settings.worker_concurrency,
             reconcilers=reconcilers,
             secrets=secrets,
+            codec=codec,
             metrics=metrics,
         )
         self._keeper = LeaseKeeper(store, settings, metrics, answered=lambda: None)
@@ -93,6 +90,7 @@ class MessageRuns:
         workflows: list[str],
         reconcilers: Mapping[str, Reconciler],
         secrets: Secrets | None,
+        codec: PayloadCodec,
     ) -> "MessageRuns":
         """Connect, and check that the schema is there."""
         store = await RunStore.open(
@@ -102,7 +100,9 @@ class MessageRuns:
             pooler=settings.worker_wakeup == "poll",
         )
         metrics = WorkerMetrics(version=__version__, worker_id=owner, workflows=workflows)
-        return cls(store=store, settings=settings, owner=owner, reconcilers=reconcilers, secrets=secrets, metrics=metrics)
+        return cls(
+            store=store, settings=settings, owner=owner, reconcilers=reconcilers, secrets=secrets, codec=codec, metrics=metrics
+        )
 
     @property
     def registry(self) -> object:
@@ -172,11 +172,13 @@ class MessageRuns:
         async def called(run: RunContext, _input: object) -> object:
             return await cast("MessageFunction", handler.function)(message, MessageContext(state, writer, run))
 
-        lease = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds)
+        # The run's input is left alone, in whatever form it is: the message has its own payload.
+        claim = replace(claim, input=self._codec.encode(b"null"))
+        lease = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds, codec=self._codec)
         executed = Handler(
             workflow=claim.workflow,
             function=called,
-            model=_Unread,
+            model=None,
             retry=handler.retry,
             attempt_seconds=handler.attempt_seconds,
             progress_seconds=None,

@@ -151,6 +151,10 @@ class MessageStore:
         trials: int = (await self._fetch("begin_trial", *identity))[0]["trials"]
         return trials
 
+    async def end_trial(self, identity: Identity, trials: int, left: int) -> None:
+        """The trial that made so many of them has ended, and its process has not; how many are left. It may be said twice."""
+        await self._fetch("end_trial", *identity, trials, left)
+
     async def forget_trials(self, age: timedelta, *, limit: int) -> int:
         """Delete trials of long ago; how many."""
         return len(await self._fetch("forget_trials", age, limit))

@@ -1,25 +1,25 @@
 """Writes what handlings of messages end in: outcomes in batches, dead letters whole, and the ledger's effects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from consumer_sdk.batching import Batcher
-from consumer_sdk.codec import PayloadCodec
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.dead_lettering import copy_of
 from consumer_sdk.delivery import Dead, Delivery
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.identity import Identity
-from consumer_sdk.ledger import Ledger
+from consumer_sdk.ledger import Ledger, ledger_secrets
 from consumer_sdk.message_context import HandlingState
 from consumer_sdk.message_store import MessageStore
 from consumer_sdk.run_store import ROLE
 from consumer_sdk.transactions import Transactions, open_effects
+from fencepost.batching import Batcher
 from fencepost.clock import lease_clock
+from fencepost.codec import PayloadCodec
 from fencepost.database import Statements
 from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
@@ -55,6 +55,9 @@ class HandlerTransactions(Protocol):
     """Transactions for handlers, as ``Transactions`` begins them."""
 
     def begin(self, *, bounded: bool = True) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
+    def begin_recorded(
+        self, identity: Identity, *, holder: str, limit_seconds: float
+    ) -> "AbstractAsyncContextManager[asyncpg.Connection | None]": ...
     def close(self) -> None: ...
 
 
@@ -92,12 +95,20 @@ class MessageWriter:
         self._opening = asyncio.Lock()
 
     @classmethod
-    def on(cls, database_url: str, *, concurrency: int, statement_seconds: float, **given: Any) -> "MessageWriter":
-        """With pools of its own at a database, which open at first use."""
+    def on(
+        cls, database_url: str, *, concurrency: int, statement_seconds: float, longest_attempt_seconds: float, **given: Any
+    ) -> "MessageWriter":
+        """With connections of its own at a database, which open at first use."""
         connections = min(concurrency, _MOST_CONNECTIONS)
 
         effects = partial(open_effects, database_url, role=ROLE, size=connections, timeout_seconds=statement_seconds)
-        transactions = Transactions(database_url, role=ROLE, size=connections + 1, limit_seconds=statement_seconds)
+        transactions = Transactions(
+            database_url,
+            role=ROLE,
+            size=connections + 1,
+            limit_seconds=statement_seconds,
+            longest_seconds=longest_attempt_seconds,
+        )
         return cls(transactions=transactions, open_effects=effects, **given)
 
     async def record(self, identity: Identity) -> bool:
@@ -121,6 +132,22 @@ class MessageWriter:
     def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]":
         """A transaction whose first statement, which records messages, sets its bounds."""
         return self._transactions.begin(bounded=False)
+
+    def ending(self, state: HandlingState) -> "AbstractAsyncContextManager[asyncpg.Connection | None]":
+        """A transaction of the handler's in which the message is recorded as handled; None in place of the connection: it was
+        already."""
+        assert isinstance(state, DeliveryState)
+        delivery = state.delivery
+        if delivery.redrive is not None:
+            return self._ending_redrive(delivery)
+        assert delivery.handler is not None
+        limit = delivery.handler.attempt_seconds
+        return self._transactions.begin_recorded(delivery.identity, holder=self._holder, limit_seconds=limit)
+
+    @asynccontextmanager
+    async def _ending_redrive(self, delivery: Delivery) -> "AsyncIterator[asyncpg.Connection | None]":
+        async with self.transaction() as connection:
+            yield connection if await self.record_delivery(connection, delivery) else None
 
     async def record_within(self, connection: "asyncpg.Connection", state: HandlingState) -> bool:
         """Record the message as handled, in a transaction of its handler's. False: it was already."""
@@ -157,13 +184,14 @@ class MessageWriter:
     async def close(self) -> None:
         """Close the connections."""
         self._transactions.close()
-        if self._effects is not None:
-            await self._effects.close()
+        async with self._opening:  # one that is being opened would be left
+            if self._effects is not None:
+                await self._effects.close()
 
     async def _opened_ledger(self) -> Ledger:
         async with self._opening:
             if self._ledger is None:
-                secrets = self._secrets or Secrets.from_environment()
+                secrets = ledger_secrets(self._secrets)
                 self._effects = await self._open_effects()
                 self._ledger = Ledger(
                     EffectStore(self._effects.fetch, self._holder), secrets, codec=self._codec, count=self._metrics.effect

@@ -14,6 +14,11 @@ CROSS JOIN LATERAL (
     LIMIT 1  -- one look into the index a message, whatever the statistics say: joined, an empty table's plan reads the whole ledger
 ) AS e;
 
+-- name: record_message
+-- Record message ($1 run key, $2 tenant, $3 step) as handled by $4: a row if it was not yet. It goes out with BEGIN, its parameters
+-- inlined, as a transaction's first statement; why it comes first, see record_messages.
+SELECT 1 WHERE fencepost.record_message($1, $2, $3, $4);
+
 -- name: record_messages
 -- Record messages as handled by $4; those that were not yet. Within a transaction it comes first, so that of two deliveries of one
 -- message the second waits here and then finds a duplicate; $5 and $6 then bound the transaction's statements and its silence, in
@@ -87,6 +92,16 @@ RETURNING d.dead_letter_id;
 -- A message is begun ($1 run key, $2 tenant, $3 step) that may have ended the process which handled it before. How often it was.
 INSERT INTO fencepost.message_trials AS t (run_key, tenant_id, step) VALUES ($1, $2, $3)
 ON CONFLICT (run_key, tenant_id, step) DO UPDATE SET trials = t.trials + 1, begun_at = clock_timestamp()
+RETURNING t.trials;
+
+-- name: end_trial
+-- The trial that made $4 of them has ended, and its process has not: $5 are left. It may be said twice.
+WITH last AS (
+    DELETE FROM fencepost.message_trials AS t
+    WHERE t.run_key = $1 AND t.tenant_id = $2 AND t.step = $3 AND t.trials = $4::integer AND $5::integer = 0
+)
+UPDATE fencepost.message_trials AS t SET trials = $5
+WHERE t.run_key = $1 AND t.tenant_id = $2 AND t.step = $3 AND t.trials = $4 AND $5 > 0
 RETURNING t.trials;
 
 -- name: forget_trials

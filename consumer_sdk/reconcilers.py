@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from consumer_sdk.effects import Reconciler
-from consumer_sdk.registration import check_function
 from fencepost.errors import ConfigurationError
+from fencepost.registration import check_function
 
 __all__ = ["Reconcilers"]
 

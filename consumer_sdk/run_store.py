@@ -15,7 +15,7 @@ from fencepost.database import StatementPool
 from fencepost.errors import InvariantViolated
 from fencepost.statements import load_statements
 
-__all__ = ["PLANNER", "ROLE", "Claimable", "QueueDepth", "RunStore", "Served", "complete_within", "guard_within"]
+__all__ = ["PLANNER", "ROLE", "Claimable", "QueueDepth", "RunStore", "Served", "complete_within", "guard_within", "usage_columns"]
 
 #: What to grant to the worker's database user.
 ROLE: Final = "fencepost_consumer"
@@ -129,7 +129,8 @@ class RunStore:
             [failure.error_code for failure in failures],
             [failure.checkpoint for failure in failures],
             [timedelta(seconds=failure.started_after_seconds) for failure in failures],
-            *_usages([failure.usage for failure in failures]),
+            *usage_columns([failure.usage for failure in failures]),
+            [failure.failure for failure in failures],
         )
         return {_key(row): Settled(state=row["state"], reason=row["reason"]) for row in rows}
 
@@ -141,6 +142,8 @@ class RunStore:
             *_keys([release.key for release in releases]),
             [release.checkpoint for release in releases],
             [timedelta(seconds=release.started_after_seconds) for release in releases],
+            [_interval(release.delay_seconds) for release in releases],
+            [release.parked_as for release in releases],
         )
         return {_key(row): Settled(state=row["state"], reason=None) for row in rows}
 
@@ -159,11 +162,29 @@ class RunStore:
     async def reap(self, *, limit: int) -> Sequence[Reaped]:
         """End or queue again what no claim can see."""
         rows = await self._fetch("reap", limit)
-        return [Reaped(run_id=row["run_id"], workflow=row["workflow"], state=row["state"], reason=row["reason"]) for row in rows]
+        return [
+            Reaped(
+                run_id=row["run_id"],
+                workflow=row["workflow"],
+                state=row["state"],
+                reason=row["reason"],
+                root_run_id=row["root_run_id"],
+            )
+            for row in rows
+        ]
+
+    async def ring_lineages(self, root_run_ids: Sequence[UUID]) -> None:
+        """Tell whoever waits for these lineages that they have news."""
+        await self._fetch("ring_lineages", list(root_run_ids))
 
     async def expire_keys(self, *, limit: int) -> int:
         """Turn idempotency keys past their retention into tombstones; how many."""
         return len(await self._fetch("expire_keys", limit))
+
+    async def forget(self, retention: timedelta, *, limit: int) -> int:
+        """Delete what is past its retention in the ledger; how much."""
+        forgotten: int = (await self._fetch("forget_effects", retention, limit))[0]["forgotten"]
+        return forgotten
 
     async def arm(self, *, milliseconds: int) -> None:
         """Ask whoever makes a job ready to ring, for that long."""
@@ -202,7 +223,7 @@ def _completions(worker_id: str, completions: Sequence[Completion]) -> Sequence[
         *_keys([completion.key for completion in completions]),
         [completion.output for completion in completions],
         [timedelta(seconds=completion.started_after_seconds) for completion in completions],
-        *_usages([completion.usage for completion in completions]),
+        *usage_columns([completion.usage for completion in completions]),
     )
 
 
@@ -210,7 +231,8 @@ def _keys(keys: "Sequence[JobKey] | Mapping[JobKey, Any]") -> tuple[list[UUID], 
     return [key.run_id for key in keys], [key.tenant_id for key in keys], [key.generation for key in keys]
 
 
-def _usages(usages: Sequence[Usage]) -> tuple[list[Decimal | None], list[str | None]]:
+def usage_columns(usages: Sequence[Usage]) -> tuple[list[Decimal | None], list[str | None]]:
+    """Costs and details, as the statements take them."""
     costs = [None if usage.cost is None else Decimal(str(usage.cost)) for usage in usages]
     return costs, [dumps(usage.detail) if usage.detail else None for usage in usages]
 
@@ -240,6 +262,7 @@ def _claim(row: Any) -> Claim:
         attempt_seconds=_seconds(row["attempt_remaining"]),
         root_run_id=row["root_run_id"],
         iteration=row["iteration"],
+        is_replay=row["is_replay"],
         traceparent=row["traceparent"],
         created_at=row["created_at"],
         round_ended_at=row["round_ended_at"],

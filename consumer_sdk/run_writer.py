@@ -3,21 +3,24 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
+from uuid import UUID
 
 import asyncpg
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from consumer_sdk.batching import Batcher
 from consumer_sdk.context import AttemptState
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
-from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Settled, Standing
-from consumer_sdk.ledger import Ledger
+from consumer_sdk.jobs import Claim, Completion, Continuation, FailedAttempt, JobKey, Release, Settled, Standing
+from consumer_sdk.ledger import Ledger, ledger_secrets
+from consumer_sdk.lineage_bell import LineageBell
 from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
 from consumer_sdk.transactions import Transactions, open_effects
 from consumer_sdk.worker_metrics import WorkerMetrics
+from fencepost.batching import Batcher
 from fencepost.clock import lease_clock
+from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.database import StatementPool, translated
 from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
@@ -29,6 +32,7 @@ _Answer = TypeVar("_Answer")
 _LEAST_PAUSE_SECONDS: Final = 0.05
 _MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_TRANSACTIONS: Final = 20
+_NOT_WHEN_CANCELLED: Final = frozenset({"complete", "continue_run", "record_steps", "begin_timer"})
 _COMPLETED: Final = Settled(state="completed", reason=None)
 
 
@@ -46,6 +50,8 @@ class RunWriter:
         reconcilers: Mapping[str, Reconciler],
         secrets: Secrets | None,
         metrics: WorkerMetrics,
+        codec: PayloadCodec = PLAIN,
+        continue_run: Callable[[Continuation], Awaitable[UUID | None]] | None = None,
     ) -> None:
         self._store = store
         self._worker_id = worker_id
@@ -58,6 +64,9 @@ class RunWriter:
         self._connections = min(concurrency, _MOST_TRANSACTIONS)
         self._transactions = Transactions(database_url, role=ROLE, size=self._connections, limit_seconds=lease_seconds)
         self._metrics = metrics
+        self._codec = codec
+        self._continue_run = continue_run
+        self._bell = LineageBell(store.ring_lineages)
         self._opening = asyncio.Lock()
         self._completions = Batcher[Completion, bool](self._complete_all)
         self._failures = Batcher[FailedAttempt, Settled | None](self._fail_all)
@@ -79,6 +88,21 @@ class RunWriter:
     async def release(self, release: Release, *, trusted_until: float) -> Settled:
         """Give the attempt back; what became of the job."""
         return await self._settled("release", release.key, lambda: self._releases.put(release), trusted_until)
+
+    async def continue_run(self, continuation: Continuation, *, trusted_until: float) -> None:
+        """End the run by starting the next one of its lineage."""
+        assert self._continue_run is not None, "only workflows continue as new"
+        start = self._continue_run
+
+        async def write() -> Settled | None:
+            return _COMPLETED if await self.timed("continue_run", start(continuation)) is not None else None
+
+        if (await self._settled("continue_run", continuation.key, write, trusted_until)).state != "completed":
+            raise self._refused("continue_run")
+
+    def ring(self, root_run_ids: Sequence[UUID]) -> None:
+        """Tell whoever waits for these lineages that they have changed; the change is committed."""
+        self._bell.ring(root_run_ids)
 
     async def standing(self, key: JobKey) -> Standing | None:
         """How a job stands now that a write did not change; None if it is gone."""
@@ -130,30 +154,38 @@ class RunWriter:
 
     async def close(self) -> None:
         """Close the handlers' connections."""
+        await self._bell.close()
         self._transactions.close()
-        if self._effects is not None:
-            await self._effects.close()
+        async with self._opening:  # one that is being opened would be left
+            if self._effects is not None:
+                await self._effects.close()
 
     async def _opened_ledger(self) -> Ledger:
         """The ledger has connections of its own: handlers that wait for it must not wait in the way of renewals."""
         async with self._opening:
             if self._ledger is None:
-                secrets = self._secrets or Secrets.from_environment()
+                secrets = ledger_secrets(self._secrets)
                 self._effects = await open_effects(
                     self._database_url, role=ROLE, size=self._connections, timeout_seconds=self._lease_seconds
                 )
-                self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets, count=self._metrics.effect)
+                self._ledger = Ledger(
+                    EffectStore(self._effects.fetch, self._worker_id), secrets, codec=self._codec, count=self._metrics.effect
+                )
         return self._ledger
 
     async def _settled(
         self, statement: str, key: JobKey, write: Callable[[], Awaitable[Settled | None]], trusted_until: float
     ) -> Settled:
-        """Write, and again while the database is away or the row is locked: for as long as the lease may be trusted, and no longer,
-        since after that the job may be another's. Raises ``LeaseLost`` where the fence refused."""
+        """Write, or find it written. Raises ``LeaseLost`` where the fence refused."""
 
         async def once() -> Settled:
             return await write() or await self._settled_already(statement, key)
 
+        return await self.patiently(statement, once, trusted_until)
+
+    async def patiently(self, statement: str, once: Callable[[], Awaitable[_Answer]], trusted_until: float) -> _Answer:
+        """Do it, and again while the database is away or the row is locked: for as long as the lease may be trusted, and no longer,
+        since after that the job may be another's."""
         try:
             return await once()
         except TransientError:
@@ -174,29 +206,38 @@ class RunWriter:
     async def _settled_already(self, statement: str, key: JobKey) -> Settled:
         """A write that was thought unanswered may have been done: then its repetition changes nothing, and all is well."""
         standing = await self._store.standing(key)
-        if standing is not None and standing.left_here:
-            return Settled(state=standing.state, reason=None)
-        if standing is not None and standing.held and not (statement == "complete" and standing.cancel_requested):
-            raise TransientError(f"{statement}: the job's row is locked by another transaction")
-        raise self._refused(statement)
+        if standing is None or not standing.left_here:
+            raise self._unchanged(statement, standing)
+        return Settled(state=standing.state, reason=None)
+
+    async def refuse_unchanged(self, statement: str, key: JobKey) -> NoReturn:
+        """Say why a write within an attempt changed nothing: ``LeaseLost`` if the fence refused it, ``TransientError`` if the row
+        was locked."""
+        raise self._unchanged(statement, await self._store.standing(key))
+
+    def _unchanged(self, statement: str, standing: Standing | None) -> LeaseLost | TransientError:
+        if standing is None or not standing.held or (standing.cancel_requested and statement in _NOT_WHEN_CANCELLED):
+            return self._refused(statement)
+        return TransientError(f"{statement}: the job's row is locked by another transaction")
 
     def _refused(self, statement: str) -> LeaseLost:
         self._metrics.stale_refused(statement)
         return LeaseLost(f"{statement}: the run is no longer held by this attempt; nothing was changed")
 
     async def _complete_all(self, completions: Sequence[Completion]) -> Sequence[bool]:
-        done = await self._timed("complete", self._store.complete(completions))
+        done = await self.timed("complete", self._store.complete(completions))
         return [completion.key in done for completion in completions]
 
     async def _fail_all(self, failures: Sequence[FailedAttempt]) -> Sequence[Settled | None]:
-        settled = await self._timed("fail", self._store.fail(failures))
+        settled = await self.timed("fail", self._store.fail(failures))
         return [settled.get(failure.key) for failure in failures]
 
     async def _release_all(self, releases: Sequence[Release]) -> Sequence[Settled | None]:
-        settled = await self._timed("release", self._store.release(releases))
+        settled = await self.timed("release", self._store.release(releases))
         return [settled.get(release.key) for release in releases]
 
-    async def _timed(self, statement: str, answer: Awaitable[_Answer]) -> _Answer:
+    async def timed(self, statement: str, answer: Awaitable[_Answer]) -> _Answer:
+        """The answer; how long the statement took is measured."""
         started = lease_clock()
         answered = await answer
         self._metrics.statement(statement, lease_clock() - started)

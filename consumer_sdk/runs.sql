@@ -95,7 +95,8 @@ leased AS (
               j.attempt_deadline_at - clock_timestamp() AS attempt_remaining
 ),
 told AS MATERIALIZED (
-    SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at
+    SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.replay_of IS NOT NULL AS is_replay,
+           r.traceparent, r.created_at
     FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
 ),
 attempt AS (
@@ -107,7 +108,8 @@ running AS (
     FROM leased AS l WHERE r.run_id = l.run_id AND r.tenant_id = l.tenant_id AND r.state = 'queued'
 )
 SELECT t.run_id, t.tenant_id, t.lease_generation, t.attempts, t.max_attempts, t.retry_delay, t.checkpoint, t.attempt_remaining,
-       t.workflow, t.workflow_version, t.input, t.root_run_id, t.iteration, t.traceparent, t.created_at, p.tenant_id AS round_ended_at
+       t.workflow, t.workflow_version, t.input, t.root_run_id, t.iteration, t.is_replay, t.traceparent, t.created_at,
+       p.tenant_id AS round_ended_at
 FROM told AS t LEFT JOIN places AS p ON p.workflow = t.workflow
 ORDER BY t.available_at, t.run_id;
 
@@ -148,7 +150,8 @@ leased AS (
               j.attempt_deadline_at - clock_timestamp() AS attempt_remaining
 ),
 told AS MATERIALIZED (
-    SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.traceparent, r.created_at
+    SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.replay_of IS NOT NULL AS is_replay,
+           r.traceparent, r.created_at
     FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
 ),
 attempt AS (
@@ -234,7 +237,7 @@ SELECT f.run_id, f.tenant_id, f.lease_generation FROM finished AS f;
 -- name: fail
 -- End attempts in failure: runs $2 of tenants $3 under generations $4. $5: after which delay to try again, or null where trying
 -- again cannot help; $6: the reason in that case. $7, $8: error class and code; $9: the newest checkpoint or null;
--- $10: how long after its claim the attempt started; $11, $12: its cost and usage.
+-- $10: how long after its claim the attempt started; $11, $12: its cost and usage; $13: what a client may know of it, or null.
 -- What ends the job is decided here, on the row: cancellation asked for, no retry wanted, attempts, deadline, cost. A dead job
 -- fails its run in the same statement. Returned: the job's new state and why it is dead.
 WITH held AS MATERIALIZED (
@@ -246,8 +249,9 @@ WITH held AS MATERIALIZED (
                     WHEN j.cost_limit <= j.cost_used + coalesce(h.cost, 0) THEN 'cost_exhausted' END
            END AS ending
     FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::interval[], $6::text[], $7::text[], $8::text[], $9::bytea[],
-                $10::interval[], $11::numeric[], $12::text[])
-        AS h(held_run, held_tenant, generation, delay, reason, error_class, error_code, checkpoint, started_after, cost, usage)
+                $10::interval[], $11::numeric[], $12::text[], $13::bytea[])
+        AS h(held_run, held_tenant, generation, delay, reason, error_class, error_code, checkpoint, started_after, cost, usage,
+             failure)
     JOIN fencepost.jobs AS j ON j.run_id = h.held_run AND j.tenant_id = h.held_tenant AND j.lease_generation = h.generation
     WHERE j.lease_owner = $1
     ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
@@ -264,14 +268,15 @@ finished AS (
     WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
       AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
     RETURNING j.run_id, j.tenant_id, j.lease_generation, j.state, j.attempts, j.lease_renewed_at, h.ending, h.delay, h.error_class,
-              h.error_code, h.started_after, h.cost, h.usage
+              h.error_code, h.started_after, h.cost, h.usage, h.failure
 ),
 ended AS (
     UPDATE fencepost.runs AS r
     SET state = CASE f.state WHEN 'dead' THEN 'failed' ELSE 'cancelled' END, version = r.version + 1,
         event_sequence = r.event_sequence + 1, finished_at = clock_timestamp(),
         error_code = CASE WHEN f.state = 'dead' THEN
-            CASE WHEN f.ending IN ('deadline_exceeded', 'cost_exhausted') THEN f.ending ELSE f.error_code END END
+            CASE WHEN f.ending IN ('deadline_exceeded', 'cost_exhausted') THEN f.ending ELSE f.error_code END END,
+        failure = CASE WHEN f.state = 'dead' AND f.delay IS NULL THEN f.failure END
     FROM finished AS f WHERE r.run_id = f.run_id AND r.tenant_id = f.tenant_id AND f.ending IS NOT NULL
     RETURNING r.run_id, r.tenant_id, r.event_sequence, r.state, r.error_code, f.lease_generation, f.attempts, f.ending
 ),
@@ -294,11 +299,13 @@ attempt AS (
 SELECT f.run_id, f.tenant_id, f.lease_generation, f.state, f.ending AS reason FROM finished AS f;
 
 -- name: release
--- Give back attempts that were not at fault (a graceful stop): runs $2 of tenants $3 under generations $4, checkpoints $5,
--- started $6 after their claims. The attempt does not count, nothing failed; a run whose cancellation was requested ends as cancelled.
+-- Give back attempts that were not at fault (a graceful stop, a workflow that sleeps): runs $2 of tenants $3 under generations $4,
+-- checkpoints $5, started $6 after their claims. The attempt does not count, nothing failed; a run whose cancellation was requested
+-- ends as cancelled. $7: after which delay to go on, null for at once. $8: why the run is parked until a person resumes it, or null.
 WITH held AS MATERIALIZED (
-    SELECT j.run_id, j.tenant_id, h.generation, h.checkpoint, h.started_after
-    FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::bytea[], $6::interval[]) AS h(run_id, tenant_id, generation, checkpoint, started_after)
+    SELECT j.run_id, j.tenant_id, h.generation, h.checkpoint, h.started_after, h.delay, h.parked_as
+    FROM unnest($2::uuid[], $3::text[], $4::bigint[], $5::bytea[], $6::interval[], $7::interval[], $8::text[])
+        AS h(run_id, tenant_id, generation, checkpoint, started_after, delay, parked_as)
     JOIN fencepost.jobs AS j ON j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
     WHERE j.lease_owner = $1
     ORDER BY j.run_id, j.tenant_id FOR UPDATE OF j SKIP LOCKED
@@ -307,12 +314,15 @@ released AS (
     UPDATE fencepost.jobs AS j
     SET state = CASE WHEN j.cancel_requested_at IS NULL THEN 'queued' ELSE 'cancelled' END,
         finished_at = CASE WHEN j.cancel_requested_at IS NOT NULL THEN clock_timestamp() END,
-        available_at = clock_timestamp(), attempts = j.attempts - 1, checkpoint = coalesce(h.checkpoint, j.checkpoint),
-        lease_owner = NULL, lease_expires_at = NULL, attempt_deadline_at = NULL
+        available_at = CASE WHEN h.parked_as IS NOT NULL THEN timestamptz '9999-12-31 00:00:00+00'
+                            ELSE clock_timestamp() + coalesce(h.delay, interval '0') END,
+        attempts = j.attempts - 1, checkpoint = coalesce(h.checkpoint, j.checkpoint),
+        last_error_code = coalesce(h.parked_as, j.last_error_code), lease_owner = NULL, lease_expires_at = NULL, attempt_deadline_at = NULL
     FROM held AS h
     WHERE j.run_id = h.run_id AND j.tenant_id = h.tenant_id AND j.lease_generation = h.generation
       AND j.lease_owner = $1 AND j.lease_expires_at > clock_timestamp()
-    RETURNING j.run_id, j.tenant_id, j.lease_generation, j.state, j.attempts, j.lease_renewed_at, h.started_after
+    RETURNING j.run_id, j.tenant_id, j.lease_generation, j.state, j.attempts, j.lease_renewed_at, h.started_after,
+              j.available_at <= clock_timestamp() AS is_ready
 ),
 ended AS (
     UPDATE fencepost.runs AS r
@@ -332,7 +342,7 @@ attempt AS (
         outcome = CASE f.state WHEN 'cancelled' THEN 'cancelled' ELSE 'released' END
     FROM released AS f WHERE a.run_id = f.run_id AND a.tenant_id = f.tenant_id AND a.generation = f.lease_generation
 )
-SELECT f.run_id, f.tenant_id, f.lease_generation, f.state, fencepost.ring_workers() FROM released AS f;
+SELECT f.run_id, f.tenant_id, f.lease_generation, f.state, CASE WHEN f.is_ready THEN fencepost.ring_workers() END FROM released AS f;
 
 -- name: reap
 -- End what no claim can see, at most $1 jobs: an expired lease whose attempts are spent, whose deadline has passed or whose run
@@ -374,7 +384,7 @@ ended AS (
         error_code = CASE WHEN f.state = 'dead' THEN
             CASE f.ending WHEN 'attempts_exhausted' THEN 'lease_expired' ELSE f.ending END END
     FROM reaped AS f WHERE r.run_id = f.run_id AND r.tenant_id = f.tenant_id AND f.ending IS NOT NULL
-    RETURNING r.run_id, r.tenant_id, r.event_sequence, r.state, r.error_code, f.lease_generation, f.attempts, f.ending
+    RETURNING r.run_id, r.tenant_id, r.root_run_id, r.event_sequence, r.state, r.error_code, f.lease_generation, f.attempts, f.ending
 ),
 event AS (
     INSERT INTO fencepost.run_events (run_id, tenant_id, sequence, type, detail, fencing_token)
@@ -390,7 +400,8 @@ attempt AS (
     FROM reaped AS f
     WHERE a.run_id = f.run_id AND a.tenant_id = f.tenant_id AND a.generation = f.lease_generation AND a.finished_at IS NULL
 )
-SELECT f.run_id, f.tenant_id, f.workflow, f.state, f.ending AS reason FROM reaped AS f;
+SELECT f.run_id, f.tenant_id, f.workflow, f.state, f.ending AS reason, e.root_run_id
+FROM reaped AS f LEFT JOIN ended AS e ON e.run_id = f.run_id AND e.tenant_id = f.tenant_id;
 
 -- name: append_event
 -- Append event $5 with detail $6 to run $2 of tenant $3, if owner $1 holds generation $4. The fence is the job's row, locked.
@@ -428,6 +439,14 @@ WITH due AS MATERIALIZED (
 UPDATE fencepost.idempotency_keys AS k SET run_id = NULL, fingerprint = NULL, fingerprint_profile = NULL, schema_version = NULL
 FROM due AS d WHERE k.key_hash = d.key_hash AND k.key_version = d.key_version AND k.tenant_id = d.tenant_id
 RETURNING 1;
+
+-- name: forget_effects
+-- Delete up to $2 rows of the ledger older than $1, and than any other service's retention; how many.
+SELECT fencepost.forget_effects($1, $2) AS forgotten;
+
+-- name: ring_lineages
+-- Tell whoever waits for the lineages of the root runs $1 that they have news. After the commit, in a statement of its own.
+SELECT fencepost.ring_lineages($1::uuid[]);
 
 -- name: arm
 -- From now until $1 milliseconds ahead, whoever makes a job ready rings. Never shortens what another worker asked for.

@@ -33,12 +33,15 @@ __all__ = ["runs"]
 
 _LARGEST_VERSION: Final = 2**63 - 1
 _STORY_MOST: Final = 1_000
+# The longest that the database takes; a ledger that is kept for ever is kept as long at least.
+_LONGEST_RETENTION: Final = timedelta(days=3_660)
+_NEVER: Final = 9999
 _AMBIGUOUS: Final = "ambiguous"
 _CUT_SHORT: Final = frozenset({"lease_expired", "attempt_deadline", "no_progress", "handler_cancelled"})
 
 runs = typer.Typer(help="Runs: what was accepted, and what became of it.", no_args_is_help=True)
 
-_State = Literal["queued", "running", "completed", "failed", "cancelled"]
+_State = Literal["queued", "running", "completed", "failed", "cancelled", "continued"]
 _Tenant = Annotated[str | None, typer.Option(help="The run's tenant.")]
 _NeededTenant = Annotated[str, typer.Option(help="The run's tenant.")]
 
@@ -48,6 +51,7 @@ def list_runs(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     state: Annotated[_State | None, typer.Option(help="Only runs in this state.")] = None,
     workflow: Annotated[str | None, typer.Option(help="Only this workflow's.")] = None,
+    parked: Annotated[bool, typer.Option("--parked", help="Only runs that wait for a person, whose workflow changed.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
@@ -58,10 +62,14 @@ def list_runs(
 
       fencepost runs list --state failed
 
+      fencepost runs list --parked
+
       fencepost runs list --tenant acme --workflow invoice --limit 100 --json
     """
     check_text(tenant=tenant, workflow=workflow)
-    found = asyncio.run(_list(database_url, tenant, workflow, state, limit))
+    if parked and state is not None:
+        raise typer.BadParameter("--parked and --state exclude each other: a parked run is running, or queued")
+    found = asyncio.run(_list(database_url, tenant, workflow, state, limit, parked=parked))
     if as_json:
         print_json([plain(row) for row in found])
         return
@@ -69,14 +77,19 @@ def list_runs(
 
 
 def _listed(row: Mapping[str, Any]) -> Sequence[object]:
-    causes = dict.fromkeys(cause for cause in (row["dead_reason"], row["error_code"]) if cause)
-    state = f"{row['state']}: {', '.join(causes)}" if causes else row["state"]
+    causes = dict.fromkeys(cause for cause in (row["dead_reason"], row["error_code"], row["parked_as"]) if cause)
+    state = "parked" if row["parked_as"] else row["state"]
+    state = f"{state}: {', '.join(causes)}" if causes else state
     age = seconds((row["now"] - row["created_at"]).total_seconds())
     return row["run_id"], f"{row['attempts']}/{row['max_attempts']}", age, row["tenant_id"], row["workflow"], state
 
 
-async def _list(database_url: str, tenant: str | None, workflow: str | None, state: str | None, limit: int) -> Sequence[Any]:
+async def _list(
+    database_url: str, tenant: str | None, workflow: str | None, state: str | None, limit: int, *, parked: bool
+) -> Sequence[Any]:
     async with inspecting(database_url) as inspector:
+        if parked:
+            return await inspector.rows("list_parked", tenant, workflow, limit)
         return await inspector.rows("list_runs", tenant, workflow, state, SMALLEST_ID, LARGEST_ID, limit)
 
 
@@ -145,7 +158,9 @@ def _summary(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("ended", relative(run["finished_at"], now) or "not yet"),
         ("lease", _lease(run)),
     ]
-    if run["job_state"] == "queued":
+    if _is_parked(run):
+        lines.append(("next", f"parked until it is resumed: {run['last_error_code']}"))
+    elif run["job_state"] == "queued":
         ready = run["available_at"] > now
         lines.append(
             ("next", f"attempt {relative(run['available_at'], now)}" if ready else f"ready since {_for(run['available_at'], now)}")
@@ -166,6 +181,11 @@ def _summary(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def _is_parked(run: Mapping[str, Any]) -> bool:
+    """Released for a person to look at; the database says so by a time that never comes."""
+    return bool(run["job_state"] == "queued" and run["available_at"].year == _NEVER)
 
 
 def _because(run: Mapping[str, Any]) -> str:
@@ -220,6 +240,11 @@ def _advice(run: Mapping[str, Any], *, cut_short: bool) -> list[str]:
         return [
             *_may_have_acted(run, cut_short=cut_short),
             f"To run it anew:\n  fencepost runs replay {names} {checked}--actor … --reason …",
+        ]
+    if _is_parked(run):
+        return [
+            f"Its workflow changed under it. Deploy what it began under, version {run['workflow_version']}, then:\n"
+            f"  fencepost runs resume {names} --actor … --reason …\nMore: docs/guides/workflows.md"
         ]
     if run["job_state"] == "queued" and run["now"] - run["available_at"] > timedelta(minutes=1):
         return ["It is ready and nobody has claimed it: `fencepost diagnose stuck-leases` says which workflows have no worker."]
@@ -291,19 +316,64 @@ def _refuse_cancel(answer: Mapping[str, Any], run_id: UUID, tenant: str, expecte
 
 
 @runs.command()
+def resume(
+    run_id: RunId,
+    tenant: _NeededTenant,
+    actor: Actor,
+    reason: Reason,
+    dry_run: DryRun = False,
+    database_url: DatabaseUrl = "",
+    as_json: JsonOutput = False,
+) -> None:
+    """Let a parked run go on: one whose workflow changed under it, once the code fits it again.
+
+    Leaves an audit row. Exit code 1 if the run is unknown or not parked.
+
+    Example:
+
+      fencepost runs resume 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "version 1 is back"
+    """
+    check_text(tenant=tenant, actor=actor, reason=reason)
+    with answering():
+        answer = asyncio.run(_resume(database_url, (tenant, run_id, actor, reason), dry_run=dry_run))
+        if answer["outcome"] == "not_found":
+            raise RunNotFound(f"tenant {tenant} has no run {run_id}")
+        if answer["outcome"] == "not_parked":
+            raise RunChanged("the run is not parked; nothing was changed")
+    if as_json:
+        print_json({"run_id": str(run_id), "tenant_id": tenant, "dry_run": dry_run, **plain(answer)})
+        return
+    typer.echo(f"{'Would be: ' * dry_run}Resumed. Whichever worker claims the run next executes it from its beginning.")
+
+
+async def _resume(database_url: str, arguments: tuple[object, ...], *, dry_run: bool) -> Mapping[str, Any]:
+    async with inspecting(database_url) as inspector, _changing(inspector, dry_run=dry_run):
+        answer: Mapping[str, Any] = (await inspector.rows("resume", *arguments))[0]
+        return answer
+
+
+@runs.command()
 def replay(
     run_id: RunId,
     tenant: _NeededTenant,
     actor: Actor,
     reason: Reason,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="Replays that one lineage may have.")] = 3,
-    ledger_retention_hours: Annotated[
+    ledger_retention_days: Annotated[
         float,
         typer.Option(
-            envvar="FENCEPOST_LEDGER_RETENTION_HOURS", min=0.001, max=87_840,
-            help="How long effects are remembered. A lineage that began earlier is not run anew: it could act twice.",
+            envvar="FENCEPOST_LEDGER_RETENTION_DAYS", min=0, max=3_650,
+            help="How long effects are remembered, 0 is for ever: as consumers and workers are told. A lineage that began earlier "
+            "is not run anew: it could act twice.",
         ),
-    ] = 720.0,
+    ] = 30.0,
+    ledger_retention_hours: Annotated[
+        float | None,
+        typer.Option(
+            envvar="FENCEPOST_LEDGER_RETENTION_HOURS", min=0.001, max=87_840, show_default=False,
+            help="The older name, in hours; at most as long as the days.",
+        ),
+    ] = None,
     effects_checked: Annotated[
         bool, typer.Option("--effects-checked", help="You know what an ambiguous run did outside. Goes to the audit row.")
     ] = False,
@@ -321,7 +391,7 @@ def replay(
       fencepost runs replay 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "provider is back"
     """
     check_text(tenant=tenant, actor=actor, reason=reason)
-    retention = timedelta(hours=ledger_retention_hours)
+    retention = _retention(ledger_retention_days, ledger_retention_hours)
     with answering():
         noted = f"{reason}; effects checked" if effects_checked else reason
         arguments = (tenant, run_id, uuid7(), actor, noted, limit, retention)
@@ -333,6 +403,19 @@ def replay(
         typer.echo(f"Would be replayed, as replay {answer['replays']} of at most {limit} of its lineage.")
     else:
         typer.echo(f"Replayed as {answer['new_run_id']}: replay {answer['replays']} of at most {limit} of its lineage.")
+
+
+def _retention(days: float, hours: float | None) -> timedelta:
+    """The retention by either name; hours that go beyond what the ledger keeps are refused."""
+    kept = timedelta(days=days) if days else _LONGEST_RETENTION
+    if hours is None:
+        return kept
+    if timedelta(hours=hours) > kept:
+        raise typer.BadParameter(
+            f"FENCEPOST_LEDGER_RETENTION_HOURS ({hours:g}) is more than FENCEPOST_LEDGER_RETENTION_DAYS ({days:g}), after which "
+            "effects are deleted: unset it, and give the days to consumers, workers and this command alike"
+        )
+    return timedelta(hours=hours)
 
 
 def _refuse_replay(answer: Mapping[str, Any], run_id: UUID, tenant: str) -> None:

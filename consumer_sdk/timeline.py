@@ -13,11 +13,11 @@ from fencepost.console import seconds
 __all__ = ["Entry", "relative", "timeline"]
 
 _Row = Mapping[str, Any]
-_TERMINAL: Final = ("run_completed", "run_failed", "run_cancelled")
+_TERMINAL: Final = ("run_completed", "run_failed", "run_cancelled", "run_continued")
 # At one instant, what causes comes before what follows.
 _ORDER: Final = (
-    "accepted", "lost", "claimed", "renewed", "cancel asked", "effect", "completed", "failed", "released", "stopped", "event",
-    "run ended", "replayed",
+    "accepted", "lost", "claimed", "renewed", "cancel asked", "step", "effect", "completed", "failed", "released", "stopped",
+    "event", "run ended", "replayed", "resumed",
 )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def timeline(
         *(entry for event in events for entry in _event(event, audit)),
         *(entry for effect in effects for entry in _effect(effect)),
         *(_replayed(row) for row in audit if row["command"] == "runs replay"),
+        *(_resumed(row) for row in audit if row["command"] == "runs resume"),
     ]
     end = max((entry.at for entry in entries if entry.what != "replayed"), default=run["created_at"])
     return sorted(entries, key=lambda entry: (end if entry.what == "run ended" else entry.at, _ORDER.index(entry.what)))
@@ -83,6 +84,8 @@ def _attempt(run: _Row, attempt: _Row, follower: _Row | None) -> Iterator[Entry]
         yield Entry(at=at, what=_ENDINGS[attempt["outcome"]], text=_ending(attempt), facts={**facts, **_verdict(attempt)})
 
 
+# The rows of the ledger that are no effects.
+_KEPT: Final = {"fencepost.step": "kept", "fencepost.timer": "set"}
 _ENDINGS: Final = {"completed": "completed", "failed": "failed", "cancelled": "stopped", "released": "released", "lost": "lost"}
 
 
@@ -114,9 +117,14 @@ def _decision(attempt: _Row) -> str:
 
 
 def _effect(effect: _Row) -> Iterator[Entry]:
-    """Reserved, sent last, and answered; an effect without an answer says so where it was sent."""
+    """Reserved, sent last, and answered; an effect without an answer says so where it was sent. A workflow's step or timer is one
+    entry: it is kept at once."""
     name, state = effect["operation"], effect["state"]
     facts = {key: effect[key] for key in ("operation", "step", "occurrence", "state", "generation", "sends")}
+    if name in _KEPT:
+        text = f"{effect['step']}: {_KEPT[name]}{_again(effect['occurrence'])}"
+        yield Entry(at=effect["finished_at"], what="step", text=text, facts=facts)
+        return
     yield Entry(at=effect["created_at"], what="effect", text=f"{name}: reserved", facts=facts)
     if effect["sent_at"] is not None:
         times = f", {effect['sends']} times by then" if effect["sends"] > 1 else ""
@@ -124,6 +132,10 @@ def _effect(effect: _Row) -> Iterator[Entry]:
         yield Entry(at=effect["sent_at"], what="effect", text=f"{name}: sent{times}{open_ends.get(state, '')}", facts=facts)
     if effect["finished_at"] is not None:
         yield Entry(at=effect["finished_at"], what="effect", text=f"{name}: {state}", facts=facts)
+
+
+def _again(occurrence: int) -> str:
+    return f", for the {occurrence + 1}. time" if occurrence else ""
 
 
 def _event(event: _Row, audit: Sequence[_Row]) -> Iterator[Entry]:
@@ -156,6 +168,8 @@ def _end(event: _Row, audit: Sequence[_Row]) -> str:
     at_once = _cancellation(audit, "cancelled")
     if state == "failed":
         return f"failed: {event['reason']}, error {event['error_code']}"
+    if state == "continued":
+        return f"continued as {event['continued_as']}"
     if state == "cancelled" and at_once is not None:
         return f"cancelled by {at_once['actor']}: {at_once['reason']}"
     return f"{state}, decided by the {event['decided_by']}"
@@ -164,3 +178,7 @@ def _end(event: _Row, audit: Sequence[_Row]) -> str:
 def _replayed(row: _Row) -> Entry:
     text = f"as {row['new_run_id']} by {row['actor']}: {row['reason']}"
     return Entry(at=row["created_at"], what="replayed", text=text, facts={"new_run_id": row["new_run_id"], **_who(row)})
+
+
+def _resumed(row: _Row) -> Entry:
+    return Entry(at=row["created_at"], what="resumed", text=f"by {row['actor']}: {row['reason']}", facts=_who(row))

@@ -8,25 +8,32 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Final
 
 import structlog
 
 from consumer_sdk.attempt import Attempt
+from consumer_sdk.chunk_writer import ChunkWriter
 from consumer_sdk.context import AttemptState
 from consumer_sdk.decision import StopReason
 from consumer_sdk.faults import raise_fault
-from consumer_sdk.handlers import Handlers
+from consumer_sdk.forgetting import FORGET_SECONDS, forget_old
+from consumer_sdk.handlers import Handlers, Versions
 from consumer_sdk.jobs import Claim, JobKey, Reaped
 from consumer_sdk.lease_keeping import LeaseKeeper
+from consumer_sdk.publishing import Publisher
 from consumer_sdk.run_store import RunStore, Served
 from consumer_sdk.run_writer import RunWriter
 from consumer_sdk.worker_bell import WorkerBell
 from consumer_sdk.worker_metrics import WorkerMetrics
 from consumer_sdk.worker_settings import WorkerSettings, unknown_worker_variables
+from consumer_sdk.workflow_store import WorkflowStore
+from consumer_sdk.workflow_writer import WorkflowWriter
 from fencepost import __version__
 from fencepost.clock import lease_clock
+from fencepost.codec import PayloadCodec
 from fencepost.errors import ConfigurationError, TransientError
 from fencepost.health import HealthServer
 from fencepost.secrets import Secrets
@@ -59,19 +66,30 @@ def _jittered(seconds: float) -> float:
     return seconds * random.uniform(0.8, 1.2)  # noqa: S311 - nothing secret
 
 
-class Worker:
-    """Executes the runs that ``handlers`` has handlers for. ``run`` returns after ``stop``, and raises on what a restart must mend.
+def _shorter(*limits: float | None) -> float | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
-    ``secrets`` bind outside effects to their requests; they default to the environment's, read now if there are reconcilers, else
-    when the first effect is asked for.
+
+class Worker:
+    """Executes the runs that ``handlers`` has handlers and workflows for. ``run`` returns after ``stop``, and raises on what a
+    restart must mend.
+
+    ``secrets`` bind outside effects to their requests and steps to their arguments; they default to the environment's, read now if
+    there are reconcilers or workflows, else when the first effect is asked for. ``codec`` turns inputs, outputs, failures, and what
+    the ledger and checkpoints keep, into the bytes that are stored; it defaults to that of the included workflows.
     ``worker_id`` is the owner of its leases: the name with a nonce, so that a restarted worker is another owner.
     """
 
-    def __init__(self, handlers: Handlers, settings: WorkerSettings, *, secrets: Secrets | None = None) -> None:
-        self._handlers = handlers.by_workflow
+    def __init__(
+        self, handlers: Handlers, settings: WorkerSettings, *, secrets: Secrets | None = None, codec: PayloadCodec | None = None
+    ) -> None:
+        self._handlers = handlers.executors
         self._reconcilers = handlers.reconcilers
-        # Where outside effects are to be expected, a missing secret is told before the first run, not by it.
-        self._secrets = Secrets.from_environment() if secrets is None and self._reconcilers else secrets
+        self._codec = handlers.codec if codec is None else codec
+        self._has_workflows = any(isinstance(executor, Versions) for executor in self._handlers.values())
+        # Where the ledger will be asked, a missing secret is told before the first run, not by it.
+        needs_secrets = bool(self._reconcilers) or self._has_workflows
+        self._secrets = Secrets.from_environment() if secrets is None and needs_secrets else secrets
         if not self._handlers:
             raise ConfigurationError("the worker has no handlers: register at least one workflow")
         self._settings = settings
@@ -86,6 +104,7 @@ class Worker:
         self._freed = asyncio.Event()
         self._fault: BaseException | None = None
         self._faulted = asyncio.Event()
+        self._workflows: WorkflowWriter | None = None
         self._ticked_at = self._database_seen_at = lease_clock()
         self._problems: list[str] = ["starting"]
         self.http_port: int | None = None
@@ -136,7 +155,7 @@ class Worker:
         store = await RunStore.open(
             self._settings.database_url.get_secret_value(),
             worker_id=self.worker_id,
-            timeout_seconds=min(self._settings.worker_lease_seconds / 3, _MOST_STATEMENT_SECONDS),
+            timeout_seconds=self._statement_seconds,
             pooler=self._settings.worker_wakeup == "poll",
         )
         try:
@@ -146,8 +165,18 @@ class Worker:
             raise
         return store
 
+    @property
+    def _statement_seconds(self) -> float:
+        return min(self._settings.worker_lease_seconds / 3, _MOST_STATEMENT_SECONDS)
+
     async def _run_parts(self, store: RunStore) -> None:
         settings = self._settings
+        workflows = WorkflowStore(
+            settings.database_url.get_secret_value(),
+            worker_id=self.worker_id,
+            timeout_seconds=self._statement_seconds,
+            pooler=settings.worker_wakeup == "poll",
+        )
         writer = RunWriter(
             store=store,
             worker_id=self.worker_id,
@@ -157,7 +186,25 @@ class Worker:
             reconcilers=self._reconcilers,
             secrets=self._secrets,
             metrics=self._metrics,
+            codec=self._codec,
+            continue_run=workflows.continue_run,
         )
+        chunks = ChunkWriter(
+            settings.database_url.get_secret_value(),
+            worker_id=self.worker_id,
+            lease_seconds=settings.worker_lease_seconds,
+            standing=store.standing,
+            ring=writer.ring,
+            count=self._metrics.chunks,
+            pooler=settings.worker_wakeup == "poll",
+        )
+        if self._secrets is not None:
+            self._workflows = WorkflowWriter(
+                store=workflows,
+                runs=writer,
+                secrets=self._secrets,
+                publisher=lambda state: Publisher(state.claim, chunks, self._codec),
+            )
         keeper = LeaseKeeper(store, settings, self._metrics, answered=self._database_answered)
         bell: WorkerBell | None = None
         if settings.worker_wakeup == "listen":
@@ -171,7 +218,7 @@ class Worker:
         if unknown := unknown_worker_variables():
             _log.warning("unknown_variables", names=unknown)
         _log.info("worker_started", version=__version__, name=settings.worker_name, workflows=sorted(self._handlers))
-        loops = [asyncio.create_task(loop) for loop in self._loops(store, keeper, bell)]
+        loops = [asyncio.create_task(loop) for loop in self._loops(store, writer, chunks, keeper, bell)]
         claiming = asyncio.create_task(self._claim_forever(store, keeper, writer, bell))
         try:
             ends = [asyncio.create_task(event.wait()) for event in (self._stopping, self._faulted)]
@@ -182,13 +229,22 @@ class Worker:
                 await self._finish(keeper, claiming)
         finally:
             await self._end([*loops, claiming])
-            await writer.close()
+            for part in (chunks, workflows, writer):
+                await part.close()
         raise_fault("worker", self._fault, [*loops, claiming])
         _log.info("worker_stopped")
 
-    def _loops(self, store: RunStore, keeper: LeaseKeeper, bell: WorkerBell | None) -> Sequence[Coroutine[Any, Any, None]]:
+    def _loops(
+        self, store: RunStore, writer: RunWriter, chunks: ChunkWriter, keeper: LeaseKeeper, bell: WorkerBell | None
+    ) -> Sequence[Coroutine[Any, Any, None]]:
         """What runs side by side until the last attempt has ended."""
-        loops = [keeper.renew_forever(), self._watch(keeper), self._maintain(store), self._measure(store)]
+        loops = [
+            keeper.renew_forever(),
+            self._watch(keeper),
+            self._maintain(store, writer),
+            self._forget(store, chunks),
+            self._measure(store),
+        ]
         return [*loops, bell.run()] if bell is not None else loops
 
     # Claiming
@@ -228,8 +284,11 @@ class Worker:
         return claims
 
     def _start(self, claim: Claim, claimed_at: float, keeper: LeaseKeeper, writer: RunWriter) -> None:
-        state = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds)
-        attempt = Attempt(state, handler=self._handlers[claim.workflow], writer=writer, metrics=self._metrics)
+        handler = self._handlers[claim.workflow].of_version(claim.workflow_version)
+        claim = replace(claim, attempt_seconds=_shorter(claim.attempt_seconds, handler.attempt_seconds))
+        trusted = self._settings.trusted_seconds
+        state = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=trusted, codec=self._codec)
+        attempt = Attempt(state, handler=handler, writer=writer, metrics=self._metrics, workflows=self._workflows)
         keeper.add(attempt)
         task = asyncio.create_task(attempt.run())
         self._tasks.add(task)
@@ -281,26 +340,43 @@ class Worker:
         remedy = "a handler computes or waits without await: move that to a thread (asyncio.to_thread)"
         _log.warning("event_loop_blocked", seconds=round(seconds, 1), workflows=workflows[:20], remedy=remedy)
 
-    async def _maintain(self, store: RunStore) -> None:
+    async def _maintain(self, store: RunStore, writer: RunWriter) -> None:
         """Reap and expire, in bounded batches, at a pace that a fleet shares by chance."""
         while True:
             await asyncio.sleep(_jittered(self._settings.worker_lease_seconds / 2))
             try:
                 for reaped in await store.reap(limit=_REAP_MOST):
-                    self._reaped(reaped)
+                    self._reaped(reaped, writer)
                 self._metrics.keys_expired(await store.expire_keys(limit=_EXPIRE_MOST))
             except TransientError as error:
                 self._metrics.database_error("maintain")
                 _log.warning("maintenance_failed", error=str(error))
 
-    def _reaped(self, reaped: Reaped) -> None:
+    async def _forget(self, store: RunStore, chunks: ChunkWriter) -> None:
+        """Delete what is past its retention: in the ledger, as consumers do (without one nobody else would), and chunks."""
+        while True:
+            await asyncio.sleep(_jittered(FORGET_SECONDS))
+            try:
+                await forget_old(store, retention_days=self._settings.ledger_retention_days, told=self._metrics.forgotten)
+                if self._has_workflows:
+                    await forget_old(chunks, retention_days=self._settings.chunk_retention_days, told=self._chunks_forgotten)
+            except TransientError as error:
+                self._metrics.database_error("maintain")
+                _log.warning("forgetting_failed", error=str(error))
+
+    def _reaped(self, reaped: Reaped, writer: RunWriter) -> None:
         self._metrics.reaped(reaped.state)
+        if reaped.root_run_id is not None:
+            writer.ring([reaped.root_run_id])
         told = {"run_id": str(reaped.run_id), "workflow": reaped.workflow, "reason": reaped.reason}
         if reaped.state == "dead":
             self._metrics.dead(reaped.workflow, reaped.reason or "unknown")
             _log.error("job_dead", **told)
         else:
             _log.warning("job_reaped", state=reaped.state, **told)
+
+    def _chunks_forgotten(self, chunks: int) -> None:
+        self._metrics.chunks("forgotten", chunks)
 
     async def _measure(self, store: RunStore) -> None:
         while True:

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from consumer_sdk.handlers import Handlers
-from consumer_sdk.loading import load_object
+from consumer_sdk.loading import load_handlers
 from consumer_sdk.service import run_service
 from consumer_sdk.worker import Worker
 from consumer_sdk.worker_settings import load_worker_settings
@@ -23,7 +22,7 @@ def _group() -> None:
 
 @worker.command("run")
 def run(
-    handlers: Annotated[str, typer.Argument(metavar="HANDLERS", help="Where the handlers are: module:attribute.")],
+    handlers: Annotated[str, typer.Argument(metavar="HANDLERS", help="Where the handlers or workflows are: module:attribute.")],
     database_url: Annotated[str | None, typer.Option(help="Overrides FENCEPOST_DATABASE_URL.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Overrides FENCEPOST_WORKER_CONCURRENCY.")] = None,
 ) -> None:
@@ -38,7 +37,7 @@ def run(
     """
     given = {"database_url": database_url, "worker_concurrency": concurrency}
     settings = load_worker_settings({name: value for name, value in given.items() if value is not None})
-    found = load_object(handlers, Handlers)
+    found = load_handlers(handlers)
 
     def make() -> Worker:
         running = Worker(found, settings)

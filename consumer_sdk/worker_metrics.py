@@ -19,10 +19,12 @@ DEAD_REASONS: Final = (
 )  # fmt: skip
 _REAPED: Final = ("queued", "dead", "cancelled")
 _STATEMENTS: Final = (
-    "claim", "renew", "complete", "fail", "release", "append_event", "guard", "maintain", "measure",
+    "claim", "renew", "complete", "fail", "release", "append_event", "guard", "maintain", "measure", "read_steps", "record_steps",
+    "begin_timer", "continue_run",
 )  # fmt: skip
-_OUTCOMES: Final = ("completed", "retried", "dead", "cancelled", "released", "lost")
+_OUTCOMES: Final = ("completed", "continued", "refused", "retried", "dead", "cancelled", "released", "parked", "lost")
 _EFFECTS: Final = ("succeeded", "replayed", "failed", "absent", "unknown", "reconciled", "mismatch")
+_CHUNKS: Final = ("stored", "carried", "cut", "live_sent", "live_dropped", "forgotten")
 
 
 class WorkerMetrics:
@@ -52,7 +54,7 @@ class WorkerMetrics:
         self._slots = Gauge("fencepost_worker_slots", "Most attempts at once in this worker", registry=registry)
         self._claims = Histogram("fencepost_claim_jobs", "Jobs that one claim leased", buckets=_JOBS, registry=registry)
         self._phase = Histogram(
-            "fencepost_worker_statement_seconds", "Time of a statement: claim, renew, complete, fail, release",
+            "fencepost_worker_statement_seconds", "Time of a statement: claim, renew, complete, fail, release, record_steps, …",
             ["statement"], buckets=_PHASE, registry=registry)  # fmt: skip
         self._ready = Gauge(
             "fencepost_ready_jobs", "Jobs ready to be claimed, by workflow, counted up to 10000",
@@ -74,17 +76,27 @@ class WorkerMetrics:
             registry=registry)  # fmt: skip
         self._listening = Gauge("fencepost_worker_listening", "1 while the LISTEN connection is up", registry=registry)
         self._expired_keys = Counter("fencepost_expired_keys", "Idempotency keys turned into tombstones", registry=registry)
+        self._forgotten = Counter("fencepost_forgotten_effects", "Ledger rows deleted after their retention", registry=registry)
         self._effects = Counter(
             "fencepost_effects", "Outside effects that handlers asked for, by outcome: " + ", ".join(_EFFECTS),
             ["outcome"], registry=registry)  # fmt: skip
+        self._chunks = Counter(
+            "fencepost_chunks", "Chunks of streams by what became of them: " + ", ".join(_CHUNKS),
+            ["outcome"], registry=registry)  # fmt: skip
         self._series: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
-        for kind in ("ring", "poll"):
-            self._wakeups.labels(kind)
-        # Every series begins at 0: `increase()` does not see the first count of one that begins at 1.
-        for outcome in _EFFECTS:
-            self._effects.labels(outcome)
-        for state in _REAPED:
-            self._reaped.labels(state)
+        self._begin_at_zero(workflows)
+
+    def _begin_at_zero(self, workflows: Sequence[str]) -> None:
+        """Every series begins at 0: `increase()` does not see the first count of one that begins at 1."""
+        closed = (
+            (self._wakeups, ("ring", "poll")),
+            (self._effects, _EFFECTS),
+            (self._chunks, _CHUNKS),
+            (self._reaped, _REAPED),
+        )
+        for counter, labels in closed:
+            for label in labels:
+                counter.labels(label)
         for statement in _STATEMENTS:
             self._database_errors.labels(statement)
             self._stale.labels(statement)
@@ -171,5 +183,13 @@ class WorkerMetrics:
         self._expired_keys.inc(keys)
 
     @guarded
+    def forgotten(self, rows: int) -> None:
+        self._forgotten.inc(rows)
+
+    @guarded
     def effect(self, outcome: str) -> None:
         self._effects.labels(outcome).inc()
+
+    @guarded
+    def chunks(self, outcome: str, chunks: int) -> None:
+        self._chunks.labels(outcome).inc(chunks)

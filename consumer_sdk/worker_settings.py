@@ -58,6 +58,20 @@ class WorkerSettings(BaseSettings):
         le=60_000,
         description="Longest wait of an idle worker between two looks: what a lost ring can cost. Defaults to 500.",
     )
+    ledger_retention_days: float = Field(
+        30,
+        ge=0,
+        le=3_650,
+        description="How long the ledger remembers outside effects; 0 is for ever. Give all services of a database the same. "
+        "Defaults to 30.",
+    )
+    chunk_retention_days: float = Field(
+        7,
+        ge=0,
+        le=3_650,
+        description="How long the chunks of a stream are kept after the end of its lineage; a cursor behind what was deleted gets "
+        "410. 0 is for ever. Give all workers of a database the same. Defaults to 7.",
+    )
     worker_http_host: str = Field(
         "127.0.0.1", min_length=1, description="Address of /livez, /readyz and /metrics. Defaults to 127.0.0.1."
     )

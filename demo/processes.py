@@ -91,6 +91,14 @@ class Processes:
             return "gone"
         return "frozen" if name in self._frozen else "running"
 
+    def pid(self, name: str) -> int:
+        """Its process id, for whoever wants to kill it by hand."""
+        return self._processes[name].pid
+
+    def has_ended(self, name: str) -> bool:
+        """Whether it was started and has ended by itself, or by somebody else's hand."""
+        return name in self._processes and not self._processes[name].running
+
     def check(self) -> None:
         """Raise if one ended that nobody has ended."""
         for name, process in list(self._processes.items()):

@@ -18,7 +18,10 @@ __all__ = ["app", "main"]
 
 _GROUP = "fencepost.commands"
 # What each entry point would have added, and the extra that it needs.
-_COMMANDS = {"relay": ("relay", "status", "trace", "check", "lanes"), "worker": ("worker", "runs", "effects", "diagnose")}
+_COMMANDS = {
+    "relay": ("relay", "status", "trace", "check", "lanes"),
+    "worker": ("worker", "consumer", "runs", "lineages", "effects", "dead-letters", "diagnose"),
+}
 _EXTRAS = {"demo": "dev", "worker": "consumer"}
 
 

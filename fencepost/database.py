@@ -5,20 +5,23 @@ else is awaited, and every statement works through a transaction pooler.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any, Final, Protocol
 
 import asyncpg
 
 from fencepost.errors import ConfigurationError, FencepostError, TransientError
 
-__all__ = ["StatementPool", "Statements", "connecting", "keep_nothing", "translated"]
+__all__ = ["StatementPool", "Statements", "connecting", "inlined", "keep_nothing", "translated", "translation"]
 
 # Passing faults by class of SQLSTATE: connection, resources, operator intervention, system, and rollbacks.
 _TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
 _READ_ONLY: Final = "25006"
 _LOCK_NOT_AVAILABLE: Final = "55P03"
+_PARAMETER: Final = re.compile(r"\$(\d)")
 
 
 @asynccontextmanager
@@ -29,14 +32,49 @@ async def translated(statement: str, *, role: str) -> AsyncIterator[None]:
     """
     try:
         yield
-    except asyncpg.PostgresError as error:
-        ours = _translate(statement, error, role)
+    except Exception as error:
+        ours = translation(statement, error, role=role)
         if ours is None:
             raise
         raise ours from error
-    except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
+
+
+def translation(statement: str, error: Exception, *, role: str) -> FencepostError | None:
+    """What ``translated`` raises in place of the error; None where that passes through."""
+    if isinstance(error, asyncpg.PostgresError):
+        return _translate(statement, error, role)
+    if isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError | OSError | TimeoutError):
         # InternalClientError: the server's farewell has arrived on a pooled connection and its end has not, yet.
-        raise TransientError(f"{statement}: {type(error).__name__}: {error}") from error
+        return TransientError(f"{statement}: {type(error).__name__}: {error}")
+    return None
+
+
+def inlined(statement: str, *arguments: str) -> str:
+    """A named statement with texts for its parameters, to be sent with others in one round trip, which takes no parameters.
+
+    Raises ``ValueError`` for a NUL, which no text of PostgreSQL's holds.
+    """
+    text, numbers = _template(statement)
+    return text % tuple([_literal(arguments[number]) for number in numbers])
+
+
+@cache
+def _template(statement: str) -> tuple[str, Sequence[int]]:
+    """The text for ``%``, and which argument goes where. Comments go: a literal that has two lines would end one."""
+    tag, *lines = statement.splitlines()
+    text = "\n".join([tag, *(line for line in lines if not line.startswith("--"))]).replace("%", "%%")
+    return _PARAMETER.sub("%s", text), [int(number) - 1 for number in _PARAMETER.findall(text)]
+
+
+def _literal(text: str) -> str:
+    """Quoted as libpq does it, which is right whatever ``standard_conforming_strings`` says. The driver speaks UTF-8, where no byte
+    of a longer character is a quote."""
+    if "\0" in text:
+        raise ValueError("a text with a NUL")
+    quoted = text.replace("'", "''")
+    if "\\" in quoted:
+        return " E'" + quoted.replace("\\", "\\\\") + "'"
+    return f"'{quoted}'"
 
 
 @asynccontextmanager

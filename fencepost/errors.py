@@ -20,6 +20,8 @@
         - ``EffectUnknown``: it was sent and its answer is not known; reconcile it, nothing repeats until then.
         - ``EffectMismatch``: it was recorded for another request; the handler's code changed under a run.
         - ``EffectFailed``: the provider refused it for good; the answer is recorded and stands.
+    - ``WorkflowFailure``: the client; the workflow refused, and says why in a type and details.
+    - ``WorkflowChanged``: an operator; the code is not what the run began under, so the run is parked.
     - ``AlreadyHandled``: nobody; another delivery of the message was faster, and this one did nothing.
     - ``TransactionRequired``: the producer's code; the event would not share the domain rows' fate.
     - ``TransientError``: nobody; wait and try again.
@@ -58,6 +60,8 @@ __all__ = [
     "RunNotFound",
     "TransactionRequired",
     "TransientError",
+    "WorkflowChanged",
+    "WorkflowFailure",
 ]
 
 
@@ -141,7 +145,7 @@ class RunChanged(FencepostError):
 
 
 class RunEnded(FencepostError):
-    """The run is in a terminal state; nothing was changed. ``state`` is completed, failed or cancelled."""
+    """The run is in a terminal state; nothing was changed. ``state`` is completed, failed, cancelled or continued."""
 
     def __init__(self, state: str) -> None:
         super().__init__(f"the run is already {state}")
@@ -177,6 +181,20 @@ class EffectFailed(EffectError):
     def __init__(self, code: str) -> None:
         super().__init__(f"the provider refused the effect: {code}")
         self.code = code
+
+
+class WorkflowFailure(FencepostError):
+    """A workflow's refusal that its client is told of: by the name of its class and by ``details``, a value that JSON can hold. Its
+    message stays in the process."""
+
+    def __init__(self, message: str = "", *, details: object = None) -> None:
+        super().__init__(message or type(self).__name__)
+        self.details = details
+
+
+class WorkflowChanged(FencepostError):
+    """The workflow's code is not what the run began under: a version that is not registered, or a step with other arguments. The
+    run is parked; a person decides (``fencepost runs resume``)."""
 
 
 class AlreadyHandled(FencepostError):

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import asyncpg
 
-from fencepost.errors import IdempotencyError, InvalidCommand, TransactionRequired
+from fencepost.errors import ConfigurationError, IdempotencyError, InvalidCommand, TransactionRequired
 from fencepost.secrets import Secrets
 from producer_sdk.acceptance import (
     KEY_RETENTION_SECONDS,
@@ -22,13 +22,24 @@ from producer_sdk.acceptance import (
 from producer_sdk.command import Command
 from producer_sdk.event import Event
 from producer_sdk.identity import Scope, Unkeyed
-from producer_sdk.runs import Cancellation, Run, cancel_parameters, cancelled, read_parameters, run_from
+from producer_sdk.runs import (
+    Cancellation,
+    Erasure,
+    Run,
+    cancel_parameters,
+    cancelled,
+    erase_parameters,
+    erased,
+    read_parameters,
+    run_from,
+)
 from producer_sdk.writing import (
     ACCEPT,
     AUTOCOMMIT,
     CANCEL_RUN,
     ENQUEUE,
     ENQUEUE_MANY,
+    ERASE_LINEAGE,
     READ_RUN,
     Parameters,
     Statement,
@@ -43,7 +54,7 @@ if TYPE_CHECKING:
 
     Connection: TypeAlias = asyncpg.Connection[Any] | PoolConnectionProxy[Any]
 
-__all__ = ["accept", "accept_many", "cancel", "enqueue", "enqueue_many", "read_run"]
+__all__ = ["accept", "accept_many", "cancel", "enqueue", "enqueue_many", "erase", "read_run"]
 
 
 async def enqueue(connection: "Connection", event: Event) -> UUID:
@@ -128,6 +139,27 @@ async def cancel(
     _require_transaction(connection)
     parameters = cancel_parameters(run_id, tenant_id=tenant_id, actor=actor, reason=reason, expected_version=expected_version)
     return cancelled(await _row(connection, CANCEL_RUN, parameters))
+
+
+async def erase(connection: "Connection", run_id: UUID, *, tenant_id: str, actor: str, reason: str) -> Erasure:
+    """Erase the whole lineage of a run, by any run of it: a live one ends as cancelled; keys stay used; ``actor`` and ``reason`` go
+    to the audit, so keep personal data out of them.
+
+    Not a producer's right: ``GRANT EXECUTE ON FUNCTION fencepost.erase_lineage`` to whoever may, as docs/how-to/erasure.md shows.
+    Whoever writes to the lineage is waited for; where that is a deadlock (asyncpg's ``DeadlockDetectedError``), begin the
+    transaction anew. Raises ``RunNotFound``, ``ConfigurationError`` without the right, ``InvalidCommand`` in a transaction that is
+    not READ COMMITTED.
+    """
+    _require_transaction(connection)
+    parameters = erase_parameters(run_id, tenant_id=tenant_id, actor=actor, reason=reason)
+    try:
+        return erased(await _row(connection, ERASE_LINEAGE, parameters))
+    except ConfigurationError as error:
+        if isinstance(error.__cause__, asyncpg.InsufficientPrivilegeError):
+            raise ConfigurationError(
+                "the database user may not erase; GRANT EXECUTE ON FUNCTION fencepost.erase_lineage"
+            ) from error
+        raise
 
 
 async def read_run(connection: "Connection", run_id: UUID, *, tenant_id: str) -> Run:

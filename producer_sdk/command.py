@@ -9,8 +9,9 @@ from uuid import UUID
 from uuid_utils.compat import uuid7
 
 from fencepost.canonical_json import parse_json
+from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.errors import InvalidCommand, InvalidJson
-from producer_sdk.command_rules import check_command, check_request, cost
+from producer_sdk.command_rules import check_command, check_request, check_stored, cost
 from producer_sdk.identity import request_of
 from producer_sdk.tracing import current_trace
 
@@ -33,8 +34,8 @@ _INPUT: Final = _Input()
 class Command:
     """One piece of work, to be run after the transaction that it is accepted in commits.
 
-    Its ``repr`` leaves out input and request. ``input`` is kept as compact JSON, ``request`` as the values that the
-    fingerprint is made of.
+    Its ``repr`` leaves out input and request. ``input`` is kept as compact JSON, as the codec encodes it; ``request`` as the values
+    that the fingerprint is made of.
     """
 
     workflow: str
@@ -63,6 +64,7 @@ class Command:
         topic: str = RUNS_TOPIC,
         run_id: UUID | None = None,
         traceparent: str | None = None,
+        codec: PayloadCodec = PLAIN,
     ) -> None:
         """Check and keep a command.
 
@@ -75,7 +77,8 @@ class Command:
         ``deadline_seconds``: counted from the first attempt's time on, after which no attempt begins; 0.001 to 366 days.
         ``cost_limit``: of all attempts together, in the unit that the handler reports. ``topic``: of the run's events.
         ``run_id``: the id proposed for a new run; defaults to a new UUIDv7. ``traceparent`` defaults to OpenTelemetry's
-        current span, where the process uses OpenTelemetry.
+        current span, where the process uses OpenTelemetry. ``codec``: what makes the stored bytes of the input; give the worker
+        the same.
 
         Raises ``InvalidCommand``, which names field, limit and remedy and quotes neither input nor request.
         """
@@ -94,7 +97,8 @@ class Command:
             },
         )
         stored = check_command(self, input)
-        _set(self, {"input": stored, "request": _bound(stored if isinstance(input, bytes) else input, request)})
+        bound = _bound(stored if isinstance(input, bytes) else input, request)
+        _set(self, {"input": check_stored(codec.encode(stored)), "request": bound})
 
 
 def _set(command: Command, values: Mapping[str, object]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "check_request",
     "check_required_text",
     "check_seconds",
+    "check_stored",
     "check_words",
     "cost",
 ]
@@ -84,6 +85,14 @@ def check_command(command: Draft, given_input: object) -> bytes:
         check_seconds("deadline_seconds", command.deadline_seconds, MIN_DEADLINE_SECONDS, MAX_SECONDS)
     _check_cost_limit(command.cost_limit)
     _as_event_rule(check_optional_text, "traceparent", command.traceparent)
+    return stored
+
+
+def check_stored(stored: bytes) -> bytes:
+    """Return an input as a codec encoded it; raise ``InvalidCommand`` where that is longer than the table holds."""
+    if len(stored) > MAX_INPUT_BYTES:
+        limit = f"has {len(stored)} bytes as the codec encodes it, may have {MAX_INPUT_BYTES}"
+        raise InvalidCommand("input", limit, "store it elsewhere and pass a reference")
     return stored
 
 

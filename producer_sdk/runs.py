@@ -12,7 +12,17 @@ from fencepost.errors import InvalidCommand, RunChanged, RunEnded, RunNotFound
 from producer_sdk.command_rules import check_expected_version, check_required_text, check_words
 from producer_sdk.identity import MAX_TENANT_BYTES
 
-__all__ = ["Cancellation", "Run", "cancel_parameters", "cancelled", "read_parameters", "run_from"]
+__all__ = [
+    "Cancellation",
+    "Erasure",
+    "Run",
+    "cancel_parameters",
+    "cancelled",
+    "erase_parameters",
+    "erased",
+    "read_parameters",
+    "run_from",
+]
 
 MAX_ACTOR_BYTES: Final = 256
 MAX_REASON_BYTES: Final = 2_000
@@ -22,7 +32,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's state and answer. ``state``: queued, running, completed, failed or cancelled. Times are in UTC.
+    """A run's state and answer. ``state``: queued, running, completed, failed, cancelled or continued. Times are in UTC.
 
     ``version`` rises at every change of state: hand it to ``cancel`` to cancel only what you saw. ``output`` is as the
     worker left it and not in the ``repr``. ``error_code`` says why a failed run failed.
@@ -58,6 +68,14 @@ class Cancellation:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """``erased``: of the lineage's ``runs`` no payload is left. ``already_erased``: there was nothing to do."""
+
+    outcome: Literal["erased", "already_erased"]
+    runs: int
+
+
 def read_parameters(run_id: UUID, tenant_id: str) -> tuple[Any, ...]:
     """The parameters of the statement ``read_run``."""
     check_required_text("tenant_id", tenant_id, MAX_TENANT_BYTES, remedy="pass the id of the run's tenant")
@@ -66,10 +84,15 @@ def read_parameters(run_id: UUID, tenant_id: str) -> tuple[Any, ...]:
 
 def cancel_parameters(run_id: UUID, *, tenant_id: str, actor: str, reason: str, expected_version: int | None) -> tuple[Any, ...]:
     """The parameters of the statement ``cancel_run``."""
+    check_expected_version(expected_version)
+    return (*erase_parameters(run_id, tenant_id=tenant_id, actor=actor, reason=reason), expected_version)
+
+
+def erase_parameters(run_id: UUID, *, tenant_id: str, actor: str, reason: str) -> tuple[Any, ...]:
+    """The parameters of the statement ``erase_lineage``."""
     check_words("actor", actor, MAX_ACTOR_BYTES, remedy="say who acts")
     check_words("reason", reason, MAX_REASON_BYTES, remedy="say why")
-    check_expected_version(expected_version)
-    return (*read_parameters(run_id, tenant_id), actor, reason, expected_version)
+    return (*read_parameters(run_id, tenant_id), actor, reason)
 
 
 def run_from(run_id: UUID, row: Sequence[Any]) -> Run:
@@ -103,6 +126,14 @@ def cancelled(row: Sequence[Any]) -> Cancellation:
             raise RunChanged(f"the run has version {version} by now; read it again and decide anew")
         case ("ended", state, _):
             raise RunEnded(state)
+    raise _not_found()
+
+
+def erased(row: Sequence[Any]) -> Erasure:
+    """What the statement ``erase_lineage`` did; raise ``RunNotFound`` where it found no run."""
+    match tuple(row):
+        case ("erased" | "already_erased" as outcome, runs):
+            return Erasure(outcome, runs)
     raise _not_found()
 
 

@@ -45,3 +45,8 @@ SELECT r.workflow, r.state, r.version, r.attempts, r.output, r.error_code,
        (extract(epoch FROM r.finished_at) * 1000000)::bigint AS finished_at,
        (extract(epoch FROM r.cancel_requested_at) * 1000000)::bigint AS cancel_requested_at
 FROM fencepost.read_run(tenant_id => $1::text, run_id => $2::uuid) AS r;
+
+-- name: erase_lineage
+-- Erases the lineage of a run. Not a producer's right: grant the function itself to whoever may.
+SELECT e.outcome, e.runs
+FROM fencepost.erase_lineage(tenant_id => $1::text, run_id => $2::uuid, actor => $3::text, reason => $4::text) AS e;

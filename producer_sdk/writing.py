@@ -27,6 +27,7 @@ __all__ = [
     "CANCEL_RUN",
     "ENQUEUE",
     "ENQUEUE_MANY",
+    "ERASE_LINEAGE",
     "READ_RUN",
     "Parameters",
     "Statement",
@@ -82,6 +83,7 @@ ENQUEUE: Final = _statement("enqueue")
 ENQUEUE_MANY: Final = _statement("enqueue_many")
 ACCEPT: Final = _statement("accept")
 CANCEL_RUN: Final = _statement("cancel_run")
+ERASE_LINEAGE: Final = _statement("erase_lineage")
 READ_RUN: Final = _statement("read_run")
 
 

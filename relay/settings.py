@@ -129,4 +129,8 @@ def load_settings(overrides: Mapping[str, object] | None = None) -> RelaySetting
 
 def unknown_variables() -> list[str]:
     """Variables with our prefix that no setting of any part has: mistyped, perhaps."""
-    return mistyped(RelaySettings, prefix=ENVIRONMENT_PREFIX, others=("TEST_", "WORKER_", "IDEMPOTENCY_", "LEDGER_"))
+    return mistyped(
+        RelaySettings,
+        prefix=ENVIRONMENT_PREFIX,
+        others=("TEST_", "WORKER_", "CONSUMER_", "ROUTES_", "CHUNK_", "IDEMPOTENCY_", "LEDGER_"),
+    )

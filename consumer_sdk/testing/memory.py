@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any
 
 from consumer_sdk.effect_store import EFFECT_STATEMENTS
+from consumer_sdk.identity import Identity
 from consumer_sdk.testing.clock import Clock
 from consumer_sdk.testing.dead_letter import DeadLetter
 from consumer_sdk.testing.memory_effects import MemoryEffects
@@ -92,6 +93,13 @@ class MemoryTransactions:
         async with self._memory.transaction_on(recorder):
             yield recorder
         self._memory.calls += recorder.calls
+
+    @asynccontextmanager
+    async def begin_recorded(self, identity: Identity, *, holder: str, limit_seconds: float) -> AsyncIterator[Any]:
+        """The same with the message's row written, or None in place of the connection if it was there."""
+        async with self.begin() as connection:
+            rows = await self._memory.fetch_on(connection, "record_messages", *([part] for part in identity), holder)
+            yield connection if rows else None
 
     def close(self) -> None:
         """Nothing is open."""

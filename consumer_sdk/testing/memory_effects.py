@@ -157,23 +157,6 @@ class MemoryEffects:
             key, replace(row, state=state, result=result, provider_reference=_kept(reference, row), finished_at=finished_at)
         )
 
-    def record_effect(
-        self,
-        key: EffectKey,
-        fence: RunFence,
-        holder: str,
-        fingerprint: bytes,
-        version: int,
-        provider_key: str,
-        result: bytes | None,
-    ) -> Answered | None:
-        if key in self._rows or (fence.run_id is None) != (fence.owner is None):
-            return None
-        now, bound = self.clock.now(), _bound(fingerprint, version, provider_key) | _under(fence)
-        return self._written(
-            key, EffectRow(state="succeeded", holder=holder, created_at=now, finished_at=now, result=result, **bound)
-        )
-
     # What the statements ask of a row.
 
     def _mine(self, key: EffectKey, fence: RunFence, generation: int) -> EffectRow | None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Final
 
-from consumer_sdk.codec import PLAIN, PayloadCodec
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.ledger import Ledger
 from consumer_sdk.testing.memory_effects import MemoryEffects
+from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.secrets import Secrets
 
 __all__ = ["TEST_SECRETS", "memory_ledger"]

@@ -187,6 +187,14 @@ class MemoryMessages:
         transaction.trials[of] = self._trials.get(of, 0) + 1
         return [{"trials": transaction.trials[of]}]
 
+    async def end_trial(self, transaction: MemoryTransaction, *trial: Any) -> Sequence[Any]:
+        *identity, trials, left = trial
+        of = Identity(*identity)
+        await self._hold(transaction, ("trial", of))
+        if self._trials.get(of, 0) == trials:
+            transaction.trials[of] = left
+        return []
+
     async def oldest_remembered(self, _transaction: MemoryTransaction, retention: timedelta) -> Sequence[Any]:
         return [{"oldest": self.effects.clock.now() - retention}]
 

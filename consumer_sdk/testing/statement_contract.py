@@ -56,7 +56,6 @@ _ALLOWED: Final[dict[str, dict[str, str]]] = {
     "reconcile applied": dict.fromkeys(_UNKNOWN, "applied"),
     "reconcile absent": {"unknown, long ago": "absent"},
     "reconcile succeeded": {},
-    "record": {},
 }
 _WRITES: Final = {statement: next(iter(allowed)) for statement, allowed in _ALLOWED.items() if allowed}
 
@@ -180,14 +179,6 @@ class StatementContract:
                 assert wait - 3 <= known.wait_seconds <= wait, situation
                 assert proof - 3 <= (known.proof_seconds or 0) <= proof, situation
 
-    @sentence
-    async def test_an_effect_inside_the_database_is_recorded_once(self, bench: Bench) -> None:
-        for wanted in await bench.both():
-            assert await _done(bench, wanted, "record")
-            assert not await _done(bench, wanted, "record")
-            row = await bench.row(wanted)
-            assert (row["state"], row["sends"], row["result"], row["generation"]) == ("succeeded", 0, b"3", 1)
-
 
 def _store(bench: Bench, wanted: Wanted) -> EffectStore:
     return EffectStore(bench.fetch, wanted.fence.owner or "w1")
@@ -213,8 +204,8 @@ async def _done(
 ) -> bool:
     """Do one statement, under the effect's own generation; whether it changed anything."""
     verb, _, state = statement.partition(" ")
-    if verb in {"reserve", "record"}:
-        return bool(await (_reserved if verb == "reserve" else _recorded)(bench, wanted))
+    if verb == "reserve":
+        return bool(await _reserved(bench, wanted))
     store, (key, fence) = _store(bench, wanted), (wanted.key, wanted.fence)
     under = (await bench.row(wanted))["generation"] if generation is None else generation
     if verb == "send":
@@ -235,10 +226,6 @@ async def _reserved(bench: Bench, wanted: Wanted) -> object:
         wanted.key, wanted.fence, hold_seconds=_HOLD_SECONDS, fingerprint=_FINGERPRINT, version=1,
         provider_key=f"fp_{uuid.uuid4().hex}", limits=LIMITS,
     )  # fmt: skip
-
-
-async def _recorded(bench: Bench, wanted: Wanted) -> object:
-    return await bench.fetch("record_effect", *wanted.key, *wanted.fence, "w1", _FINGERPRINT, 1, "fp_3", b"3")
 
 
 async def _asked(bench: Bench, wanted: Wanted) -> datetime:

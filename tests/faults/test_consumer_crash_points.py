@@ -25,13 +25,16 @@ OFFSETS: Final = [("commit_offsets", "before", 2), ("commit_offsets", "after", 2
 EFFECT: Final = [
     ("reserve", "before", 1), ("reserve", "after", 1), ("send", "after", 1), ("finish", "before", 1), ("finish", "after", 1),
 ]  # fmt: skip
-WITHIN: Final = [("record_within", "before", 1), ("record_within", "after", 1), ("commit", "before", 1), ("commit", "after", 1)]
+COMMIT: Final = [("commit", "before", 1), ("commit", "after", 1)]
+WITHIN: Final = [("record_within", "before", 1), ("record_within", "after", 1), *COMMIT]
+# A single message's row goes out with BEGIN.
+BEGUN: Final = [("begin", "before", 1), ("begin", "after", 1), *COMMIT]
 RECORD: Final = [("record", "before", 1), ("record", "after", 1)]
 DEAD: Final = [("store_dead", "before", 1), ("store_dead", "after", 1)]
 POINTS: Final = {
     "once": [*POLLED, *EFFECT, *RECORD, *OFFSETS],
-    "transaction": [*POLLED, *WITHIN, *OFFSETS],
-    "both": [*EFFECT[2:], *WITHIN],
+    "transaction": [*POLLED, *BEGUN, *OFFSETS],
+    "both": [*EFFECT[2:], *BEGUN],
     "batch": [POLLED[0], *WITHIN, *OFFSETS],
     "poison": [*POLLED, *DEAD, *OFFSETS],
     "fencepost.run_queued": [("claim_run", "before", 1), ("claim_run", "after", 1), *EFFECT[2:], *WITHIN, *OFFSETS],

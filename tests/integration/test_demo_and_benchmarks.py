@@ -306,12 +306,18 @@ def test_a_worker_that_left_a_job_out_fails_the_jobs_benchmark(database_url: str
             run_backlog.jobs_per_second(connection, 3)
 
 
+_SIDES_OF_CONSUMER = ("batched", "redelivery", "one_by_one", "by_hand", "bare", "bare_pooled", "bare_domain_only")
+
+
 def test_the_consumer_benchmark_reports_each_side_its_ratios_and_the_memory(lab: Lab) -> None:
     found = consumer(lab, repeats=1, rows=500, large_rows=12, seconds=0.3, concurrency=3).as_json()
 
-    assert set(found["ratios"]) == {"one_by_one_vs_bare_commits", "batched_vs_one_by_one", "redelivery_vs_first"}
+    assert set(found["ratios"]) == {
+        "one_by_one_vs_bare_commits", "one_by_one_vs_pooled_commits", "one_by_one_vs_by_hand", "batched_vs_one_by_one",
+        "redelivery_vs_first",
+    }  # fmt: skip
     figures = found["figures"]
-    sides = [figures[name] for name in ("batched", "redelivery", "one_by_one", "bare", "bare_domain_only")]
+    sides = [figures[name] for name in _SIDES_OF_CONSUMER]
     assert all(side["messages_per_second"] > 0 for side in sides)
     assert figures["redelivery"]["wal_bytes_per_message"] < figures["batched"]["wal_bytes_per_message"]
     assert all(figures["memory"][f"payload_{size}_bytes"]["peak_rss_mib"] > 20 for size in (200, 1_000_000))

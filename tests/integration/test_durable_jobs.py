@@ -17,8 +17,8 @@ import pytest
 from uuid_utils.compat import uuid7
 
 from consumer_sdk.jobs import JobKey, Settled, Standing
-from consumer_sdk.retry import Retry
 from fencepost.errors import IdempotencyConflict
+from fencepost.retry import Retry
 from producer_sdk import Command, Scope, Secrets
 from producer_sdk import asyncpg as producer
 from tests.support.jobs import LEASE_SECONDS, SQL, STEPS, VERBS, Crew, Hand, break_step

@@ -168,6 +168,30 @@ async def test_each_resolution_leaves_one_audit_row_with_before_and_after(bench:
     assert row["detail"]["run_key"] == wanted.key.run_key
 
 
+async def test_an_effect_of_a_message_without_a_tenant_is_shown_and_resolved(bench: Bench, command: Command) -> None:
+    """Its tenant is the empty text, which the list shows as a shell takes it."""
+    wanted, others = await unknown(bench, await bench.message(tenant_id="")), await unknown(bench)
+    _, output = await command("effects", "list")
+    (line,) = [line for line in output.splitlines() if line.startswith(wanted.key.run_key)]
+    assert " ''  " in line
+    assert [row["run_key"] for row in await command.json("effects", "list", "--tenant", "")] == [wanted.key.run_key]
+    (told,) = await command.json("effects", "show", *named(wanted))
+    assert (told["tenant_id"], told["state"]) == ("", "unknown")
+    code, output = await command("effects", "show", *named(wanted))
+    assert (code, "of tenant ''" in output) == (0, True)
+    await command.json("effects", "resolve", *named(wanted), "--as", "absent", "--generation", 1, *BY_ANA)
+    assert (await bench.state(wanted), await bench.state(others)) == ("absent", "unknown")
+    code, output = await command("effects", "show", "  ", wanted.key.run_key)
+    assert (code, "must say something" in output) == (2, True)
+
+
+async def test_what_names_an_effect_can_be_pasted(bench: Bench, command: Command) -> None:
+    wanted = await unknown(bench, await bench.message(tenant_id="two words"))
+    _, output = await command("effects", "list")
+    assert "'two words'" in output
+    assert await command.json("effects", "show", *named(wanted))
+
+
 async def test_of_two_operators_at_once_one_wins_and_one_is_told(bench: Bench, command: Command, database_url: str) -> None:
     """LEDGER-15: the second waits for the first one's commit, and is told what it finds."""
     wanted = await unknown(bench)

@@ -570,7 +570,9 @@ async def test_the_last_attempt_that_crashes_ends_the_run(crew: Crew) -> None:
 
     assert await hand.claim() == []
     assert await crew.runs.state(run_id) == ("running", "leased")
-    assert await hand.store.reap(limit=10) == [Reaped(run_id=run_id, workflow="report", state="dead", reason="attempts_exhausted")]
+    assert await hand.store.reap(limit=10) == [
+        Reaped(run_id=run_id, workflow="report", state="dead", reason="attempts_exhausted", root_run_id=run_id)
+    ]
     assert await hand.store.reap(limit=10) == []
 
     assert await crew.runs.state(run_id) == ("failed", "dead")
@@ -616,7 +618,9 @@ async def test_the_reaper_ends_a_cancelled_run_whose_worker_died(crew: Crew) -> 
     await crew.runs.expire_lease(run_id)
 
     assert await hand.claim() == []
-    assert await hand.store.reap(limit=10) == [Reaped(run_id=run_id, workflow="report", state="cancelled", reason="cancelled")]
+    assert await hand.store.reap(limit=10) == [
+        Reaped(run_id=run_id, workflow="report", state="cancelled", reason="cancelled", root_run_id=run_id)
+    ]
     assert await crew.runs.state(run_id) == ("cancelled", "cancelled")
     assert await terminal(crew, run_id) == ["run_cancelled"]
 
@@ -631,7 +635,9 @@ async def test_the_reaper_ends_a_run_past_its_deadline(crew: Crew, leased: bool)
     await crew.runs.pass_deadline(run_id)
 
     assert await hand.claim() == []
-    assert await hand.store.reap(limit=10) == [Reaped(run_id=run_id, workflow="report", state="dead", reason="deadline_exceeded")]
+    assert await hand.store.reap(limit=10) == [
+        Reaped(run_id=run_id, workflow="report", state="dead", reason="deadline_exceeded", root_run_id=run_id)
+    ]
     assert await crew.runs.state(run_id) == ("failed", "dead")
     assert (await run_of(crew, run_id))["error_code"] == "deadline_exceeded"
     assert await terminal(crew, run_id) == ["run_failed"]

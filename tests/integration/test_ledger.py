@@ -96,7 +96,6 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "reconcile applied": dict.fromkeys(("unknown", "unknown, long ago"), "applied"),
     "reconcile absent": {"unknown, long ago": "absent"},
     "reconcile succeeded": {},
-    "record": {},
 }
 
 
@@ -125,12 +124,11 @@ async def done(bench: Bench, statement: str, wanted: Wanted, generation: int = 1
         return await store.finish(key, fence, Answer(generation, state, result, None, code, code))
     if verb == "question":
         return bool(await store.question(key, fence, generation=generation, margin_seconds=MARGIN))
-    if verb == "reconcile":
-        asked_at = await bench.connection.fetchval("SELECT clock_timestamp()")
-        return await store.reconcile(
-            key, fence, generation=generation, state=state, result=None, reference="r", asked_at=asked_at, limits=LIMITS
-        )  # fmt: skip
-    return bool(await bench.fetch("record_effect", *key, *fence, holder, FINGERPRINT, 1, "fp_3", b"3"))
+    assert verb == "reconcile"
+    asked_at = await bench.connection.fetchval("SELECT clock_timestamp()")
+    return await store.reconcile(
+        key, fence, generation=generation, state=state, result=None, reference="r", asked_at=asked_at, limits=LIMITS
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("statement", ALLOWED)
@@ -911,20 +909,7 @@ async def test_an_answer_survives_a_database_that_is_away_for_a_moment(bench: Be
     assert len(bench.provider.book) == 2
 
 
-# -- inside the database, and in the user's own tables --------------------------------------------------------------------
-
-
-async def test_an_effect_inside_the_database_is_recorded_once_and_with_its_transaction(bench: Bench) -> None:
-    wanted = await bench.message()
-    arguments = (*wanted.key, *wanted.fence, "w1", FINGERPRINT, 1, "fp_1", b"1")
-    sql = bench.pool._statements["record_effect"]
-    transaction = bench.connection.transaction()
-    await transaction.start()
-    assert len(await bench.connection.fetch(sql, *arguments)) == 1
-    await transaction.rollback()
-    assert await bench.rows(wanted) == []
-    assert [len(await bench.connection.fetch(sql, *arguments)) for _ in range(2)] == [1, 0]
-    assert await bench.state(wanted) == "succeeded"
+# -- in the user's own tables --------------------------------------------------------------------------------------------
 
 
 async def test_the_token_guards_the_users_own_table(bench: Bench) -> None:

@@ -55,9 +55,9 @@ class PostgresMessageHarness:
 
     def writer(self, app: MessageHandlers, metrics: ConsumerMetrics, *, consumer: str, holder: str) -> MessageWriter:
         writer = MessageWriter.on(
-            self._url, concurrency=2, statement_seconds=_SECONDS, store=MessageStore(self._statements, holder), consumer=consumer,
-            holder=holder, dead_letter_topic=None, reconcilers=app.reconcilers, codec=app.codec, secrets=TEST_SECRETS,
-            metrics=metrics,
+            self._url, concurrency=2, statement_seconds=_SECONDS, longest_attempt_seconds=_SECONDS,
+            store=MessageStore(self._statements, holder), consumer=consumer, holder=holder, dead_letter_topic=None,
+            reconcilers=app.reconcilers, codec=app.codec, secrets=TEST_SECRETS, metrics=metrics,
         )  # fmt: skip
         self._writers.append(writer)
         return writer

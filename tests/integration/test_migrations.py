@@ -362,7 +362,10 @@ async def test_a_relay_runs_every_one_of_its_statements_with_its_role(database_u
 async def test_an_operator_sees_everything(database_url: str, login: Login) -> None:
     url = login(database_url, "fencepost_operator")
 
-    for view in ("outbox", "lanes", "relays", "receipts", "cursors", "delivery", "installation", "migrations", "audit"):
+    for view in (
+        "outbox", "lanes", "relays", "receipts", "cursors", "delivery", "installation", "migrations", "audit", "retention_wishes",
+        "forgetting",
+    ):  # fmt: skip
         ask(url, f"SELECT * FROM fencepost.{view}")
 
 

@@ -273,12 +273,39 @@ async def test_replay_says_no_where_it_must(runs: Runs, command: Command) -> Non
     await runs.connection.execute("UPDATE fencepost.runs SET created_at = created_at - interval '2 hours' WHERE run_id = $1", dead)
     assert "ledger" in await refused(dead, "--ledger-retention-hours", 1)
     assert "ledger" in await refused(dead, FENCEPOST_LEDGER_RETENTION_HOURS="1")
+    assert "ledger" in await refused(dead, FENCEPOST_LEDGER_RETENTION_DAYS="0.05")
+    assert "ledger" in await refused(dead, FENCEPOST_LEDGER_RETENTION_DAYS="0", FENCEPOST_LEDGER_RETENTION_HOURS="1")
     answer = await command.json("runs", "replay", dead, *BY_ANA)
     assert answer["new_run_id"] in await refused(dead)
 
     await runs.connection.execute("UPDATE fencepost.jobs SET max_attempts = 1 WHERE state = 'queued'")
     await runs.fail(await runs.claim_one())
     assert "replayed 1 times" in await refused(uuid.UUID(answer["new_run_id"]), "--limit", 1)
+
+
+async def test_a_replay_is_not_allowed_beyond_what_the_ledger_remembers(runs: Runs, command: Command) -> None:
+    """Hours that are longer than the days after which effects are deleted: the replay could act twice."""
+    dead = await dead_run(runs)
+    for environment in (
+        {"FENCEPOST_LEDGER_RETENTION_HOURS": "721"},
+        {"FENCEPOST_LEDGER_RETENTION_HOURS": "49", "FENCEPOST_LEDGER_RETENTION_DAYS": "2"},
+    ):
+        code, output = await command("runs", "replay", dead, *BY_ANA, **environment)
+        assert code == 2
+        assert "FENCEPOST_LEDGER_RETENTION_DAYS" in output
+    assert await audit(runs) == []
+    settings = {"FENCEPOST_LEDGER_RETENTION_HOURS": "48", "FENCEPOST_LEDGER_RETENTION_DAYS": "2"}
+    code, output = await command("runs", "replay", dead, *BY_ANA, **settings)
+    assert code == 0, output
+
+
+async def test_a_ledger_that_never_forgets_allows_the_replay_of_an_old_run(runs: Runs, command: Command) -> None:
+    dead = await dead_run(runs)
+    await runs.connection.execute("UPDATE fencepost.runs SET created_at = created_at - interval '5 years' WHERE run_id = $1", dead)
+    code, _ = await command("runs", "replay", dead, *BY_ANA)
+    assert code == 1
+    code, output = await command("runs", "replay", dead, *BY_ANA, FENCEPOST_LEDGER_RETENTION_DAYS="0")
+    assert code == 0, output
 
 
 async def ambiguous_run(runs: Runs) -> uuid.UUID:

@@ -24,11 +24,11 @@ from consumer_sdk.classification import Ambiguous, Retryable, Terminal
 from consumer_sdk.context import RunContext
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES
 from consumer_sdk.handlers import Handlers
-from consumer_sdk.retry import Retry
 from consumer_sdk.worker import Worker
 from consumer_sdk.worker_settings import load_worker_settings
 from fencepost.devservices import Services
 from fencepost.errors import ConfigurationError, InvalidCommand, LeaseLost, TransactionRequired
+from fencepost.retry import Retry
 from tests.support.emptied import emptied
 from tests.support.runs import Runs
 from tests.support.session import SharedServices

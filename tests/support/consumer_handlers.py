@@ -116,6 +116,14 @@ async def strict_batch(messages: Sequence[Message[Any]], connection: "asyncpg.Co
         await _write(connection, message)
 
 
+@app.handler("slow", step="slow", attempts=1)
+async def slow(message: Message[Any], context: MessageContext) -> None:
+    """Is in hand for a while, so that others end the process around it."""
+    await asyncio.sleep(message.value["seconds"])
+    async with context.transaction() as connection:
+        await _write(connection, message)
+
+
 @app.handler("gated", step="gated", attempts=50, retry=_SOON, attempt_seconds=120)
 async def gated(message: Message[Any], context: MessageContext) -> None:
     """A call that has reached the provider, whose answer is on its way until the gate opens."""

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 import asyncpg
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import GroupCoordinatorNotAvailableError
+from aiokafka.structs import OffsetAndMetadata
 from pydantic import BaseModel
 
 from consumer_sdk import Consumer, MessageHandlers, load_consumer_settings
+from consumer_sdk.incarnation import incarnations
+from consumer_sdk.starts import note_of
 from tests.support.topics import TopicFactory
 from tests.support.waiting import eventually
 
@@ -107,15 +110,51 @@ class Stage:
 
     async def committed(self, group: str | None = None) -> dict[int, int]:
         """The group's offsets by partition; without partitions that have none."""
+        return {partition: kept.offset for partition, kept in (await self._kept(group)).items()}
+
+    async def notes(self) -> dict[int, str]:
+        """What stands beside the group's offsets behind the topic's id, by partition: ``left``, or ``held`` and by whom."""
+        return {partition: kept.metadata.partition(" ")[2] for partition, kept in (await self._kept(None)).items()}
+
+    async def _kept(self, group: str | None) -> dict[int, OffsetAndMetadata]:
+        async with self._admin() as admin:
+            try:
+                found = await admin.list_consumer_group_offsets(group or self.topic)
+            except GroupCoordinatorNotAvailableError:
+                return {}  # the cluster's first group, and nobody keeps it yet
+        return {partition.partition: kept for partition, kept in found.items() if partition.topic == self.topic}
+
+    async def leave_held(self, process: str = "") -> None:
+        """As a process leaves partition 0 that ends before anything is done: at its beginning, and still held."""
+        consumer = AIOKafkaConsumer(bootstrap_servers=self.kafka, group_id=self.topic, enable_auto_commit=False)
+        await consumer.start()
+        try:
+            partition = TopicPartition(self.topic, 0)
+            topic_id = (await incarnations(consumer._client, [self.topic]))[self.topic].topic_id
+            consumer.assign([partition])
+            await consumer.commit({partition: OffsetAndMetadata(0, note_of(str(topic_id), held_by=process))})
+        finally:
+            await consumer.stop()
+
+    async def members(self) -> int:
+        """How many the broker counts in the group."""
+        async with self._admin() as admin:
+            (answer,) = await admin.describe_consumer_groups([self.topic])
+        return len(answer.groups[0][5])
+
+    @contextlib.asynccontextmanager
+    async def _admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
         admin = AIOKafkaAdminClient(bootstrap_servers=self.kafka)
         await admin.start()
         try:
-            found = await admin.list_consumer_group_offsets(group or self.topic)
-        except GroupCoordinatorNotAvailableError:
-            return {}  # the cluster's first group, and nobody keeps it yet
+            yield admin
         finally:
             await admin.close()
-        return {partition.partition: kept.offset for partition, kept in found.items() if partition.topic == self.topic}
+
+    async def trials(self) -> dict[str, int]:
+        """How often messages were begun that may have ended a process, and never ended, by run key."""
+        rows = await self.connection.fetch("SELECT run_key, trials FROM fencepost.message_trials")
+        return {row["run_key"]: row["trials"] for row in rows}
 
     async def until_committed(self, offsets: Mapping[int, int], group: str | None = None, *, seconds: float = 20) -> None:
         """Wait until the group has these offsets."""

@@ -19,6 +19,7 @@ from consumer_sdk.kafka_member import KafkaMember
 from consumer_sdk.message_store import MessageStore
 from consumer_sdk.run_store import RunStore
 from consumer_sdk.service import run_service
+from consumer_sdk.transactions import HandlerConnection
 from fencepost.logs import configure_logs
 
 __all__ = ["PLACES"]
@@ -30,6 +31,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "reserve": (EffectStore, "reserve"),
     "send": (EffectStore, "send"),
     "finish": (EffectStore, "finish"),
+    "begin": (HandlerConnection, "begin"),
     "record_within": (MessageStore, "record_within"),
     "commit": (asyncpg.transaction.Transaction, "commit"),
     "record": (MessageStore, "record"),

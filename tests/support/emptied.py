@@ -13,7 +13,7 @@ _EMPTY: Final = """
 DROP SCHEMA IF EXISTS stage CASCADE;
 DROP TABLE IF EXISTS public.ledger;
 TRUNCATE fencepost.runs, fencepost.run_events, fencepost.jobs, fencepost.job_attempts, fencepost.idempotency_keys,
-    fencepost.job_replays, fencepost.outbox CASCADE;
+    fencepost.job_replays, fencepost.outbox, fencepost.chunks CASCADE;
 SELECT setval('fencepost.doorbell_jobs', 1);
 """
 

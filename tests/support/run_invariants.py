@@ -6,18 +6,19 @@ import asyncpg
 
 __all__ = ["WATCH", "violations"]
 
-_ENDED: Final = "('run_completed', 'run_failed', 'run_cancelled')"
+_ENDED: Final = "('run_completed', 'run_failed', 'run_cancelled', 'run_continued')"
 _INVARIANTS: Final = {
     "a run and its job agree": """
         SELECT r.run_id FROM fencepost.runs AS r LEFT JOIN fencepost.jobs AS j USING (run_id, tenant_id)
         WHERE (r.state, coalesce(j.state, 'none')) NOT IN (
             ('queued', 'queued'), ('running', 'leased'), ('running', 'queued'),
-            ('completed', 'completed'), ('failed', 'dead'), ('cancelled', 'cancelled'))""",
+            ('completed', 'completed'), ('failed', 'dead'), ('cancelled', 'cancelled'), ('continued', 'completed'))""",
     "an ended run has one terminal event, its last, and no other run has any": f"""
         SELECT r.run_id FROM fencepost.runs AS r LEFT JOIN fencepost.run_events AS e USING (run_id, tenant_id)
         GROUP BY r.run_id, r.tenant_id
         HAVING array_agg(e.type ORDER BY e.sequence) FILTER (WHERE e.type IN {_ENDED})
-                   IS DISTINCT FROM CASE WHEN r.state IN ('completed', 'failed', 'cancelled') THEN ARRAY['run_' || r.state] END
+                   IS DISTINCT FROM CASE WHEN r.state IN ('completed', 'failed', 'cancelled', 'continued')
+                                                 THEN ARRAY['run_' || r.state] END
             OR max(e.sequence) FILTER (WHERE e.type IN {_ENDED}) < max(e.sequence)""",
     "events are 1 to n, the first says queued": """
         SELECT r.run_id FROM fencepost.runs AS r LEFT JOIN fencepost.run_events AS e USING (run_id, tenant_id)
@@ -49,10 +50,11 @@ _INVARIANTS: Final = {
     "a completion is by the last attempt": """
         SELECT r.run_id FROM fencepost.runs AS r JOIN fencepost.jobs AS j USING (run_id, tenant_id)
         LEFT JOIN fencepost.job_attempts AS a ON a.run_id = r.run_id AND a.tenant_id = r.tenant_id AND a.outcome = 'completed'
-        LEFT JOIN fencepost.run_events AS e ON e.run_id = r.run_id AND e.tenant_id = r.tenant_id AND e.type = 'run_completed'
+        LEFT JOIN fencepost.run_events AS e
+            ON e.run_id = r.run_id AND e.tenant_id = r.tenant_id AND e.type IN ('run_completed', 'run_continued')
         GROUP BY r.run_id, r.tenant_id, j.run_id, j.tenant_id
         HAVING (array_agg(a.generation), array_agg(e.fencing_token)) IS DISTINCT FROM
-            CASE WHEN r.state = 'completed' THEN (ARRAY[j.lease_generation], ARRAY[j.lease_generation])
+            CASE WHEN r.state IN ('completed', 'continued') THEN (ARRAY[j.lease_generation], ARRAY[j.lease_generation])
                  ELSE (ARRAY[NULL::bigint], ARRAY[NULL::bigint]) END""",
     "a replay is a run of the same lineage": """
         SELECT x.run_id FROM fencepost.job_replays AS x JOIN fencepost.runs AS old USING (run_id, tenant_id)

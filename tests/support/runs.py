@@ -112,12 +112,12 @@ class Runs:
         return bool(
             await self._rows(
                 "fail", self.worker, *self._named(held), [delay], [reason], [error_class], [error_code], [None],
-                [timedelta(0)], [cost], [None],
+                [timedelta(0)], [cost], [None], [None],
             )
         )  # fmt: skip
 
     async def release(self, held: Held) -> bool:
-        return bool(await self._rows("release", self.worker, *self._named(held), [None], [timedelta(0)]))
+        return bool(await self._rows("release", self.worker, *self._named(held), [None], [timedelta(0)], [None], [None]))
 
     async def reap(self, limit: int = 100) -> list[tuple[uuid.UUID, str, str | None]]:
         """(run, the job's new state, reason) of what was ended or queued again."""

@@ -16,7 +16,7 @@ import asyncpg
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
 from consumer_sdk.context import RunContext
 from consumer_sdk.handlers import Handlers
-from consumer_sdk.retry import Retry
+from fencepost.retry import Retry
 
 __all__ = ["STAGE_URL", "Stage", "handlers"]
 

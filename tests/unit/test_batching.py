@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from consumer_sdk.batching import Batcher
+from fencepost.batching import Batcher
 from fencepost.errors import InvariantViolated, TransientError
 
 MOST = 500

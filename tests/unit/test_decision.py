@@ -11,11 +11,25 @@ import pytest
 
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
 from consumer_sdk.context import AttemptState
-from consumer_sdk.decision import Action, Drop, Ended, Raised, Returned, StopReason, WasCancelled, decide
+from consumer_sdk.decision import Action, Drop, Ended, Left, Raised, Returned, StopReason, WasCancelled, decide
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES
-from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release, Usage
-from consumer_sdk.retry import Retry
-from fencepost.errors import LeaseLost
+from consumer_sdk.jobs import Claim, Completion, Continuation, FailedAttempt, JobKey, Release, Usage
+from consumer_sdk.leaving import Continuing, GivenBack, Parked
+from fencepost.errors import LeaseLost, WorkflowChanged, WorkflowFailure
+from fencepost.retry import Retry
+from fencepost.workflows import Workflow, Workflows
+
+
+class OutOfStock(WorkflowFailure): ...
+
+
+async def order(_context: object, number: int) -> int:
+    return number
+
+
+workflows: Final = Workflows()
+workflows.workflow("order", version=2, max_attempts=7, deadline_seconds=60, failures={OutOfStock: 422})(order)
+ORDER: Final = workflows.newest(order)
 
 CLAIM: Final = Claim(
     key=JobKey(UUID(int=1), "acme", 3), attempt=2, max_attempts=5, workflow="report", workflow_version=1, input=b"{}",
@@ -31,6 +45,10 @@ REFUSED: Final = Raised(Terminal("refused"))
 UNKNOWN: Final = Raised(Ambiguous("unknown"))
 STALE: Final = Raised(LeaseLost("stale"))
 STOPPED: Final = WasCancelled()
+OTHERWISE: Final = Raised(WorkflowChanged("step: other arguments"))
+SLEEPS: Final = Left(GivenBack(seconds=60.0))
+PARKED: Final = Left(Parked(code="workflow_changed"))
+CONTINUES: Final = Left(Continuing(workflow=ORDER, input=b"2"))
 
 NO = None
 LOST, CANCEL, DEADLINE, IDLE, STOP = (
@@ -40,6 +58,7 @@ REASONS: Final = (NO, LOST, CANCEL, DEADLINE, IDLE, STOP)
 
 # What is written: a completion, nothing, a release, or a failure as (code, reason why there is no further attempt).
 DONE, NOTHING, BACK = "completion", "nothing", "release"
+LATER, PARK, NEXT = "release for later", "parking", "continuation"
 CANCELLED: Final = ("cancelled", "not_retryable")
 LATE: Final = ("attempt_deadline", None)
 HANGS: Final = ("no_progress", None)
@@ -53,6 +72,10 @@ ROWS: Final[tuple[tuple[str, Ended, tuple[object, ...]], ...]] = (
     ("ambiguous", UNKNOWN, (("unknown", "ambiguous"), NOTHING, CANCELLED, LATE, HANGS, BACK)),
     ("stale", STALE, (("unexpected", None), NOTHING, CANCELLED, LATE, HANGS, BACK)),
     ("cancelled", STOPPED, (("handler_cancelled", None), NOTHING, CANCELLED, LATE, HANGS, BACK)),
+    ("changed", OTHERWISE, (PARK, NOTHING, CANCELLED, LATE, HANGS, BACK)),
+    ("sleeps", SLEEPS, (LATER, NOTHING, CANCELLED, LATER, LATER, LATER)),
+    ("parked", PARKED, (PARK, NOTHING, CANCELLED, PARK, PARK, PARK)),
+    ("continues", CONTINUES, (NEXT, NOTHING, CANCELLED, NEXT, NEXT, NEXT)),
 )  # fmt: skip
 TABLE: Final = [
     pytest.param(ended, reason, expected, id=f"{name}-{reason.value if reason else 'not stopped'}")
@@ -77,8 +100,14 @@ def told(action: Action) -> object:
             return DONE
         case Drop():
             return NOTHING
+        case Release(parked_as=str()):
+            return PARK
+        case Release(delay_seconds=float()):
+            return LATER
         case Release():
             return BACK
+        case Continuation():
+            return NEXT
         case FailedAttempt():
             return action.error_code, action.reason
 
@@ -93,6 +122,77 @@ def test_what_is_written(ended: Ended, reason: StopReason | None, expected: obje
         assert failure is not None
         assert (action.delay_seconds is None) == (action.reason is not None)
         assert (failure.code, failure.error_class) == (action.error_code, action.error_class)
+
+
+# Workflows
+
+
+class Stamps:
+    """A codec whose bytes tell that it was asked."""
+
+    def encode(self, payload: bytes) -> bytes:
+        return b"<" + payload + b">"
+
+    def decode(self, payload: bytes) -> bytes:
+        return payload[1:-1]
+
+
+def stamped() -> AttemptState:
+    return AttemptState(CLAIM, claimed_at=100.0, trusted_seconds=20.0, codec=Stamps())
+
+
+def test_a_continuation_has_the_limits_of_the_workflow_that_follows() -> None:
+    action = decided(CONTINUES, state=stamped())
+
+    assert isinstance(action, Continuation)
+    assert (action.workflow, action.workflow_version, action.input) == ("order", 2, b"<2>")
+    assert (action.max_attempts, action.deadline_seconds) == (7, 60)
+    assert action.new_run_id.version == 7
+
+
+def test_a_sleep_keeps_its_length_and_a_parked_run_its_reason() -> None:
+    sleeps, parked = decided(SLEEPS), decided(PARKED)
+
+    assert isinstance(sleeps, Release)
+    assert isinstance(parked, Release)
+    assert (sleeps.delay_seconds, sleeps.parked_as) == (60, None)
+    assert (parked.delay_seconds, parked.parked_as) == (None, "workflow_changed")
+
+
+def test_a_workflows_result_is_of_its_type_and_goes_through_the_codec() -> None:
+    action, _ = decide(stamped(), Returned(3), None, retry=RETRY, random=lambda: 0.5, workflow=ORDER)
+    refused, failure = decide(stamped(), Returned("three"), None, retry=RETRY, random=lambda: 0.5, workflow=ORDER)
+
+    assert isinstance(action, Completion)
+    assert action.output == b"<3>"
+    assert isinstance(refused, FailedAttempt)
+    assert failure is not None
+    assert (refused.error_code, refused.reason, refused.failure) == ("invalid_output", "not_retryable", None)
+
+
+@pytest.mark.parametrize("workflow", [ORDER, None], ids=["of a workflow", "of a handler"])
+def test_a_mapped_failure_is_final_and_told(workflow: Workflow | None) -> None:
+    """ROUTE-33."""
+    action, failure = decide(
+        stamped(), Raised(OutOfStock(details={"left": 0})), None, retry=RETRY, random=lambda: 0.5, workflow=workflow
+    )
+
+    assert isinstance(action, FailedAttempt)
+    assert failure is not None
+    assert action.delay_seconds is None
+    if workflow is None:
+        assert (action.error_code, action.failure) == ("workflow_failure", None)
+    else:
+        assert (action.error_code, action.failure) == (
+            "out_of_stock", b'<{"type":"OutOfStock","details":{"left":0},"status":422}>',
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [DEADLINE, IDLE, STOP, CANCEL, LOST])
+def test_a_failure_on_the_way_out_is_not_the_workflows_word(reason: StopReason) -> None:
+    action, _ = decide(state_of(), Raised(OutOfStock()), reason, retry=RETRY, random=lambda: 0.5, workflow=ORDER)
+
+    assert not isinstance(action, FailedAttempt) or action.failure is None
 
 
 def test_the_table_is_whole() -> None:

@@ -344,6 +344,15 @@ async def test_a_handling_that_raises_ends_the_consumer_and_settles_nothing(hand
         assert (at.failures, at.settled) == ([error], [])
 
 
+async def test_a_handling_that_nobody_has_cancelled_does_not_hold_its_lane_in_silence() -> None:
+    async with desk() as at:
+        await at.add(delivery("a"), delivery("a"))
+        at.at_work.pop()[1].cancel()
+        await quiet()
+
+        assert [type(failure) for failure in at.failures] == [asyncio.CancelledError]
+
+
 # All of it at random, with a seed that the test's name tells.
 
 

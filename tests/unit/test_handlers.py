@@ -10,9 +10,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from consumer_sdk.handlers import Handler, Handlers
-from consumer_sdk.loading import load_object
-from consumer_sdk.retry import Retry
+from consumer_sdk.loading import load_handlers, load_object
 from fencepost.errors import ConfigurationError
+from fencepost.retry import Retry
+from fencepost.workflows import Workflows
 
 
 class Invoice(BaseModel):
@@ -129,10 +130,20 @@ def test_the_registered_handlers_cannot_be_changed_through_their_view() -> None:
 
 
 found = Handlers()
+found_workflows = Workflows()
+
+
+@found_workflows.workflow("order")
+async def order(_context: Any, _value: None) -> None: ...
 
 
 def test_handlers_are_found_by_module_and_attribute() -> None:
     assert load_object(f"{__name__}:found", Handlers) is found
+
+
+def test_workflows_are_found_as_handlers_are() -> None:
+    assert load_handlers(f"{__name__}:found") is found
+    assert list(load_handlers(f"{__name__}:found_workflows").executors) == ["order"]
 
 
 @pytest.mark.parametrize(

@@ -31,5 +31,11 @@ def test_an_adapter_loads_its_own_driver_only(driver: str) -> None:
     assert driver in loaded
 
 
+def test_the_client_of_durable_routes_loads_httpx_and_nothing_of_the_server() -> None:
+    loaded = loaded_by("import producer_sdk.http.client")
+    assert loaded & (HEAVY | {"fastapi", "starlette"}) == set()
+    assert "httpx" in loaded
+
+
 def test_the_root_of_the_command_line_works_without_the_relay_extra() -> None:
     assert loaded_by("import fencepost.cli") & {"aiokafka", "prometheus_client", "uvloop", "structlog"} == set()

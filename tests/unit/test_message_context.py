@@ -49,7 +49,12 @@ class Consumer:
         self.journal: list[str] = []
         self.asked: list[tuple[EffectKey, object, CallLimits]] = []
         self._new = new
-        self.transaction = Transactions(self.journal, commit_error).begin
+        self._transactions = Transactions(self.journal, commit_error)
+
+    @asynccontextmanager
+    async def ending(self, state: HandlingState) -> AsyncIterator[Any]:
+        async with self._transactions.begin() as connection:
+            yield connection if await self.record_within(connection, state) else None
 
     async def once(self, key: EffectKey, *, request: object, call: Any, limits: CallLimits) -> object:
         self.asked.append((key, request, limits))

@@ -12,9 +12,8 @@ from consumer_sdk.classification import Ambiguous, Retryable, RetryLater, Termin
 from consumer_sdk.delivery import Again, Dead, DeadReason, Delivery
 from consumer_sdk.handling import AttemptDeadline
 from consumer_sdk.identity import Identity
-from consumer_sdk.message_decision import ENVIRONMENT, decide_failure, postponed
+from consumer_sdk.message_decision import ENVIRONMENT, decide_failure, failure_of, postponed
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
-from consumer_sdk.retry import Retry
 from consumer_sdk.testing import event
 from fencepost.errors import (
     EffectFailed,
@@ -25,6 +24,7 @@ from fencepost.errors import (
     PermanentError,
     TransientError,
 )
+from fencepost.retry import Retry
 
 SECRET: Final = "marker-4711"
 NOW: Final = 1_000.0
@@ -168,8 +168,12 @@ PATIENT: Final = [RetryLater("closed", seconds=10), LeaseLost(SECRET), postgres(
 def test_while_the_database_answers_patience_is_bounded(error: Exception) -> None:
     assert isinstance(decided(error, now=NOW + 50), Again)
 
-    failure = classify(error)
+    failure = failure_of(error)
     assert decided(error, now=NOW + 100) == Dead("patience_exhausted", failure.error_class, failure.code)
+
+
+def test_what_another_delivery_took_over_is_told_by_its_own_code() -> None:
+    assert (failure_of(LeaseLost(SECRET)).code, failure_of(RuntimeError(SECRET)).code) == ("lease_lost", "unexpected")
 
 
 def test_what_a_handler_asks_for_has_to_end_within_its_patience() -> None:

@@ -9,11 +9,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from consumer_sdk.adapters import cloud_events, plain_records
-from consumer_sdk.codec import PLAIN
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
-from consumer_sdk.retry import Retry
 from consumer_sdk.testing import message
+from fencepost.codec import PLAIN
 from fencepost.errors import ConfigurationError
+from fencepost.retry import Retry
 
 TYPE: Final = "order.placed"
 

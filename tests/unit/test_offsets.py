@@ -87,14 +87,35 @@ def test_a_new_window_commits_where_it_starts() -> None:
     assert OffsetTracker(START).committable == START
 
 
-def test_as_many_records_are_suspect_as_were_told() -> None:
-    tracker = OffsetTracker(START, suspects=2)
-    seen = []
-    for offset in (10, 10, 12, 13):
-        seen.append(tracker.suspects)
+def suspects(tracker: OffsetTracker, *offsets: int) -> list[int]:
+    """Those of the offsets that are suspect when they arrive."""
+    found = []
+    for offset in offsets:
+        found += [offset] if tracker.is_suspect(offset) else []
         tracker.receive(offset)
+    return found
 
-    assert seen == [2, 1, 1, 0]
+
+def test_as_many_records_are_suspect_as_were_told() -> None:
+    assert suspects(OffsetTracker(START, suspects=2, end=99), 10, 12, 13) == [10, 12]
+    assert suspects(OffsetTracker(START), 10, 12, 13) == []
+
+
+def test_what_came_later_is_not_suspect() -> None:
+    assert suspects(OffsetTracker(START, suspects=9, end=12), 10, 11, 12, 13) == [10, 11]
+
+
+def test_a_window_has_suspects_until_the_last_of_them_is_done() -> None:
+    tracker = OffsetTracker(START, suspects=9, end=12)
+    had = [tracker.has_suspects]
+    for step in (tracker.receive, tracker.finish):
+        for offset in (10, 11, 12):
+            step(offset)
+            had.append(tracker.has_suspects)
+
+    assert had == [True, True, True, True, True, False, False]
+    assert not OffsetTracker(START).has_suspects
+    assert not OffsetTracker(START, suspects=9, end=START).has_suspects
 
 
 # A model: what is known of each record, and the definition of what may be committed.

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer_sdk.retry import JITTER_FRACTION, LEAST_SECONDS, MOST_SECONDS, Jitter, Retry
 from fencepost.errors import ConfigurationError
+from fencepost.retry import JITTER_FRACTION, LEAST_SECONDS, MOST_SECONDS, Jitter, Retry
 
 TOP = math.nextafter(1, 0)
 NOW = datetime(2015, 10, 21, 7, 28, 30, tzinfo=UTC)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer_sdk.retry import Retry
-from consumer_sdk.retry_after import parse_retry_after
+from fencepost.retry import Retry
+from fencepost.retry_after import parse_retry_after
 
 NOW = datetime(2015, 10, 21, 7, 28, 30, tzinfo=UTC)
 

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from consumer_sdk import Effect, Message, MessageContext, MessageHandlers, Retryable, RetryLater, Terminal
 from consumer_sdk.testing import Again, Dead, Done, Memory, Recorder, event, handle, handle_many, message, record, redrive
+from consumer_sdk.testing.memory_effects import MemoryEffects
+from consumer_sdk.testing.memory_messages import MemoryMessages, MemoryTransaction
 from fencepost.errors import ConfigurationError
 
 HANDLED, DUPLICATE = Done("handled"), Done("duplicate")
@@ -223,8 +225,23 @@ async def test_a_handler_with_a_workflow_is_refused_with_the_remedy() -> None:
         await handle(app_that(stores, workflow="order"), order(), memory=Memory())
 
 
+class EndedBeforeItCouldSay(MemoryMessages):
+    """Of a process that ends nobody hears that a trial has ended."""
+
+    async def end_trial(self, transaction: MemoryTransaction, *trial: Any) -> Sequence[Any]:
+        return []
+
+
+async def test_a_message_that_fails_as_often_without_ending_its_process_is_not_counted() -> None:
+    app, memory, failed = app_that(failing(*(Retryable("busy") for _ in range(3))), attempts=2), Memory(), order()
+    for _ in range(3):
+        assert isinstance((await handle(app, failed, memory=memory, suspect=True)).outcome, Again)
+    assert (await handle(app, failed, memory=memory, suspect=True)).outcome == HANDLED
+
+
 async def test_a_message_that_ends_its_processes_is_given_up() -> None:
-    app, memory, deadly = app_that(failing(*(Retryable("busy") for _ in range(9))), attempts=2), Memory(), order()
+    app, deadly = app_that(failing(*(Retryable("busy") for _ in range(9))), attempts=2), order()
+    memory = Memory(EndedBeforeItCouldSay(MemoryEffects()))
     for _ in range(2):
         assert isinstance((await handle(app, deadly, memory=memory, suspect=True)).outcome, Again)
     handled = await handle(app, deadly, memory=memory, suspect=True)

@@ -30,7 +30,9 @@ GOLDEN: Final = {
     "fencepost_worker_listening": ("gauge", ()),
     "fencepost_event_loop_blocked_seconds": ("counter", ()),
     "fencepost_expired_keys": ("counter", ()),
+    "fencepost_forgotten_effects": ("counter", ()),
     "fencepost_effects": ("counter", ("outcome",)),
+    "fencepost_chunks": ("counter", ("outcome",)),
 }
 RECORDINGS: Final[dict[str, Callable[[WorkerMetrics], None]]] = {
     "attempt_ended": lambda m: m.attempt_ended("report", "completed", 0.5),
@@ -48,7 +50,9 @@ RECORDINGS: Final[dict[str, Callable[[WorkerMetrics], None]]] = {
     "listening": lambda m: m.listening(True),
     "blocked": lambda m: m.blocked(1.5),
     "keys_expired": lambda m: m.keys_expired(4),
+    "forgotten": lambda m: m.forgotten(8),
     "effect": lambda m: m.effect("succeeded"),
+    "chunks": lambda m: m.chunks("stored", 2),
 }
 
 
@@ -140,6 +144,7 @@ def test_a_recorded_run_shows_its_exact_values(metrics: WorkerMetrics) -> None:
     assert value(metrics, "fencepost_worker_database_errors_total", statement="renew") == 1
     assert value(metrics, "fencepost_worker_listening") == 1
     assert value(metrics, "fencepost_expired_keys_total") == 4
+    assert value(metrics, "fencepost_forgotten_effects_total") == 8
     assert value(metrics, "fencepost_effects_total", outcome="succeeded") == 1
     assert value(metrics, "fencepost_worker_build_info", version="1.2.3", worker_id="worker-0/abc") == 1
 

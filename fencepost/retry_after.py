@@ -1,6 +1,6 @@
 """Reads Retry-After: whole seconds, or a date in any of HTTP's three forms (RFC 9110, 10.2.3 and 5.6.7), always in GMT.
 
-What is neither is ignored, not guessed. How long to wait at most is the policy's to say: ``consumer_sdk.retry``.
+What is neither is ignored, not guessed. How long to wait at most is the policy's to say: ``fencepost.retry``.
 """
 
 import re

@@ -6,11 +6,11 @@ __all__ = ["PLAIN", "PayloadCodec"]
 
 
 class PayloadCodec(Protocol):
-    """Both ways must be pure functions of the bytes. ``decode`` raises ``ValueError`` for bytes that it cannot read; what
-    ``encode`` made must stay readable for as long as the ledger remembers.
+    """``decode`` is a pure function of the bytes, and raises ``ValueError`` for those that it cannot read; ``encode`` may draw a
+    nonce, so one payload may become other bytes each time. What it made must stay readable for as long as it is stored.
 
-    Messages are decoded before they are validated; results of effects are encoded before they are stored, and decoded before a
-    handler gets them again.
+    Messages are decoded before they are validated. Inputs, results, failures, checkpoints and chunks of runs, and results of
+    effects and steps, are encoded before they are stored, and decoded before anybody gets them again.
     """
 
     def encode(self, payload: bytes) -> bytes: ...

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, get_args
 
-from consumer_sdk.retry_after import parse_retry_after
 from fencepost.errors import ConfigurationError
+from fencepost.retry_after import parse_retry_after
 
 __all__ = ["JITTER_FRACTION", "LEAST_SECONDS", "MOST_SECONDS", "Jitter", "Retry"]
 

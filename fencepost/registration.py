@@ -5,8 +5,8 @@ import math
 import re
 from typing import Any, Final, Protocol, runtime_checkable
 
-from consumer_sdk.retry import Retry
 from fencepost.errors import ConfigurationError
+from fencepost.retry import Retry
 
 __all__ = ["WORKFLOW", "InputModel", "check_function", "check_model_and_retry", "check_seconds"]
 

@@ -1,0 +1,1 @@
+"""The tutorial's service: ``python -m examples.durable_hello``."""
