@@ -66,6 +66,11 @@ class Shop:
         async with asyncio.timeout(END_SECONDS):
             await self._running.pop(worker)
 
+    async def ends(self, worker: Worker) -> None:
+        """Wait until the worker has ended by itself; raises what it ended by."""
+        async with asyncio.timeout(END_SECONDS):
+            await self._running.pop(worker)
+
     async def close(self) -> None:
         for worker in list(self._running):
             with contextlib.suppress(Exception):
@@ -451,12 +456,14 @@ async def test_a_worker_with_reconcilers_and_no_secrets_does_not_start(shop: Sho
         Worker(handlers, load_worker_settings(QUICK | {"database_url": shop.database_url}))
 
 
-async def test_an_effect_without_secrets_is_refused_before_anything_is_sent(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_effect_without_secrets_ends_the_worker_and_costs_no_run(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FENCEPOST_IDEMPOTENCY_SECRETS", raising=False)
     shop.bench.secrets = None  # type: ignore[assignment]
-    await shop.work(charging(shop))
+    worker = await shop.work(charging(shop))
     run = await shop.accept()
-    assert (await shop.died(run))["last_error_code"] == "configuration"
+    with pytest.raises(ConfigurationError, match="FENCEPOST_IDEMPOTENCY_SECRETS is required"):
+        await shop.ends(worker)
+    assert (await shop.runs.state(run))[0] == "running"
     assert shop.provider.calls == []
 
 
