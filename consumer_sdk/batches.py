@@ -4,7 +4,6 @@ A batch that fails is undone, and tried in halves: a message that cannot be hand
 itself, and nobody else an attempt.
 """
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -12,9 +11,9 @@ from consumer_sdk.calling import called
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Delivery, Done, Outcome
 from consumer_sdk.dispatch import LaneKey
-from consumer_sdk.handling import AttemptDeadline, Handling
+from consumer_sdk.handling import Handling
 from consumer_sdk.identity import Identity
-from consumer_sdk.message_context import commit_told_by_its_row
+from consumer_sdk.message_context import COMMIT_TOLD_BY_ITS_ROW
 from consumer_sdk.message_handlers import MessageHandler
 from consumer_sdk.message_writer import MessageWriter
 from fencepost.clock import lease_clock
@@ -93,17 +92,8 @@ class BatchHandling:
         """One transaction. Its first statement records the messages, so that of two consumers that hold one message, one waits."""
         began = lease_clock()
         try:
-            with self._handling.in_hand.held(handler, deliveries):
-                async with asyncio.timeout(handler.attempt_seconds) as limit:
-                    new = await self._in_transaction(handler, deliveries)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise AttemptDeadline from error
-        except TransientError as error:
-            if limit.expired():
-                raise AttemptDeadline from error
-            raise
+            with self._handling.in_hand.held(handler, deliveries, since=began):
+                new = await self._in_transaction(handler, deliveries)
         finally:
             self._metrics.attempt(handler.type, lease_clock() - began)
         self._metrics.batch(len(new))
@@ -113,7 +103,7 @@ class BatchHandling:
         first: dict[Identity, Delivery] = {}
         for delivery in deliveries:
             first.setdefault(delivery.identity, delivery)
-        with commit_told_by_its_row():
+        with COMMIT_TOLD_BY_ITS_ROW:
             async with self._writer.transaction() as connection:
                 new = await self._recorded(connection, first, handler)
                 if new:

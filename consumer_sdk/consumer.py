@@ -195,6 +195,7 @@ class Consumer:
             concurrency=settings.consumer_concurrency,
             statement_seconds=settings.consumer_statement_seconds,
             longest_attempt_seconds=max(handler.attempt_seconds for handler in self._handlers.all),
+            pooler=settings.consumer_pooler,
             store=store,
             consumer=settings.name,
             holder=self.holder,

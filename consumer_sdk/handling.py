@@ -8,11 +8,10 @@ from typing import Final, cast
 import structlog
 
 from consumer_sdk.calling import called
-from consumer_sdk.classification import Retryable
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.delivery import Again, Dead, Delivery, Done, Outcome
 from consumer_sdk.evidence import frames_of
-from consumer_sdk.identity import step_key
+from consumer_sdk.identity import key_of_run, step_key
 from consumer_sdk.in_hand import InHand
 from consumer_sdk.message_context import MessageContext
 from consumer_sdk.message_decision import ENVIRONMENT, decide_failure, failure_of, is_refused
@@ -24,20 +23,13 @@ from consumer_sdk.trials import Trials
 from fencepost.clock import lease_clock
 from fencepost.errors import AlreadyHandled, ConfigurationError, InvariantViolated, LeaseLost
 
-__all__ = ["AttemptDeadline", "Handling"]
+__all__ = ["Handling"]
 
 _log = structlog.get_logger(__name__)
 
 _HANDLED: Final = Done("handled")
 _DUPLICATE: Final = Done("duplicate")
 _PROCESS_ENDED: Final = Dead("attempts_exhausted", "consumer_sdk.ProcessEnded", "process_ended")
-
-
-class AttemptDeadline(Retryable):
-    """An attempt took longer than its handler may. Nothing is known to have happened: effects go through the ledger."""
-
-    def __init__(self) -> None:
-        super().__init__("attempt_deadline")
 
 
 class Handling:
@@ -142,20 +134,23 @@ class Handling:
         assert message is not None
         state = DeliveryState(
             delivery,
-            effect_run=delivery.identity.run_key if message.run_id is None else message.run_id,
+            effect_run=delivery.identity.run_key if message.run_id is None else key_of_run(message.run_id),
             effect_step=delivery.identity.step if message.run_id is None else step_key(self._consumer, handler.step, message),
             stopping=self._stopping if delivery.arrival is None else delivery.arrival.stopping or self._stopping,
         )
         began = lease_clock()
         try:
-            with self._tracing.processing(message, handler.step), self.in_hand.held(handler, [delivery]):
-                if handler.workflow is not None:
+            with (
+                self._tracing.processing(message, handler.step),
+                self.in_hand.held(handler, [delivery], since=began, limited=handler.workflow is None),
+            ):
+                if handler.workflow is None:
+                    await called(cast("MessageFunction", handler.function), message, MessageContext(state, self._writer))
+                else:
                     assert self._runs is not None
                     ended = await self._runs.execute(handler, message, state, self._writer)
                     if isinstance(ended, Again | Dead):
                         return await self.settled(delivery, ended)
-                else:
-                    await self._called(cast("MessageFunction", handler.function), delivery, MessageContext(state, self._writer))
         except Exception as error:
             if not (state.recorded or state.duplicate):
                 raise
@@ -166,17 +161,6 @@ class Handling:
         if state.recorded:
             return _HANDLED
         return await self._recorded(delivery)
-
-    async def _called(self, function: MessageFunction, delivery: Delivery, context: MessageContext) -> None:
-        assert delivery.message is not None
-        assert delivery.handler is not None
-        try:
-            async with asyncio.timeout(delivery.handler.attempt_seconds) as limit:
-                await called(function, delivery.message, context)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise AttemptDeadline from error
 
     async def _recorded(self, delivery: Delivery) -> Done:
         if delivery.redrive is not None:

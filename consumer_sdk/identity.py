@@ -14,7 +14,7 @@ from uuid import UUID
 from consumer_sdk.message import Message, Record
 from fencepost.secrets import joined
 
-__all__ = ["Identity", "event_key", "place_key", "step_key"]
+__all__ = ["Identity", "event_key", "key_of_run", "place_key", "step_key"]
 
 _UUID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _MOST_BYTES: Final = 256
@@ -35,6 +35,14 @@ def event_key(message: Message[Any]) -> str:
     if _UUID.fullmatch(message.event_id):
         return message.event_id
     return _told("event", message.source, message.event_id)
+
+
+def key_of_run(run_id: str) -> str:
+    """The run key of a message about a run, as the database writes a run's id, however the message spells it."""
+    try:
+        return str(UUID(run_id))
+    except ValueError:
+        return run_id
 
 
 def place_key(record: Record, *, cluster_id: str, topic_id: UUID) -> str:

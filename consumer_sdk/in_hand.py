@@ -1,17 +1,22 @@
-"""What handlers have in hand, so that one that does not end is told of: until it does, it holds the offset of its partition."""
+"""What handlers have in hand, each until its time is over: then it is cancelled. One that does not end even so is told of: it holds
+the offset of its partition.
+"""
 
+import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Final
 
 import structlog
 
+from consumer_sdk.classification import Retryable
 from consumer_sdk.delivery import Delivery
 from consumer_sdk.message_handlers import MessageHandler
 from fencepost.clock import lease_clock
+from fencepost.errors import TransientError
 
-__all__ = ["InHand"]
+__all__ = ["AttemptDeadline", "InHand"]
 
 _log = structlog.get_logger(__name__)
 
@@ -21,30 +26,83 @@ _TOLD_AT_ONCE: Final = 5
 _REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass; a restart of the process frees the partition"
 
 
+class AttemptDeadline(Retryable):
+    """An attempt took longer than its handler may. Nothing is known to have happened: effects go through the ledger."""
+
+    def __init__(self) -> None:
+        super().__init__("attempt_deadline")
+
+
 @dataclass(slots=True, eq=False)
 class _Held:
-    all: "set[_Held]"
+    """Cancels as ``asyncio.timeout`` does, and raises ``AttemptDeadline`` where nobody else had cancelled the task as well."""
+
+    all: "InHand"
     handler: MessageHandler
     deliveries: Sequence[Delivery]
     since: float
+    limit_seconds: float | None
+    until: float = field(init=False)
+    task: "asyncio.Task[object]" = field(init=False)
+    cancelling: int = field(init=False)
+    expired: bool = False
     told: bool = False
 
     def __enter__(self) -> None:
-        self.all.add(self)
+        self.all.take(self)
 
-    def __exit__(self, *_: object) -> None:
-        self.all.discard(self)
+    def __exit__(self, _class: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.all.put_down(self)
+        if self.expired and self.task.uncancel() <= self.cancelling and isinstance(error, asyncio.CancelledError | TransientError):
+            raise AttemptDeadline from error
+
+    def expire(self) -> None:
+        """Its time is over."""
+        self.expired = True
+        self.task.cancel()
 
 
 class InHand:
-    """Each handling is told of once."""
+    """Each handling is told of once. One timer is for all: a timer each costs more than all else that is done here."""
 
     def __init__(self) -> None:
         self._held: set[_Held] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
-    def held(self, handler: MessageHandler, deliveries: Sequence[Delivery]) -> AbstractContextManager[None]:
-        """These are in the handler's hand for as long as the block lasts."""
-        return _Held(self._held, handler, deliveries, lease_clock())
+    def held(self, handler: MessageHandler, deliveries: Sequence[Delivery], *, since: float, limited: bool = True) -> _Held:
+        """These are in the handler's hand for as long as the block lasts. ``limited``: for as long as the handler may, at most."""
+        return _Held(self, handler, deliveries, since, handler.attempt_seconds if limited else None)
+
+    def take(self, one: _Held) -> None:
+        """It begins."""
+        self._held.add(one)
+        if one.limit_seconds is None:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        one.task, one.cancelling = task, task.cancelling()
+        one.until = asyncio.get_running_loop().time() + one.limit_seconds
+        if self._timer is None or one.until < self._timer.when():
+            self._look_at(one.until)
+
+    def put_down(self, one: _Held) -> None:
+        """It has ended."""
+        self._held.discard(one)
+
+    def _look_at(self, moment: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(moment, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        running = [one for one in self._held if one.limit_seconds is not None and not one.expired]
+        for one in running:
+            if one.until <= now:
+                one.expire()
+        if left := [one.until for one in running if not one.expired]:
+            self._look_at(min(left))
 
     def tell_of_late(self) -> None:
         """Those whose time is long over."""

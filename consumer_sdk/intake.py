@@ -10,7 +10,7 @@ import structlog
 from consumer_sdk.delivery import Arrival, Delivery, Redrive, Refusal
 from consumer_sdk.evidence import problems_of
 from consumer_sdk.identity import Identity, event_key, place_key, step_key
-from consumer_sdk.message import Message, NotAMessage, Record
+from consumer_sdk.message import Message, NotAMessage, Record, fill
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Intake:
         if refusal is not None:
             delivery.refusal, delivery.handler = refusal, None
         elif value is not None:
-            delivery.message = message.with_value(value)
+            fill(message, value)
 
     def identified(self, record: Record, arrival: Arrival | None) -> Sequence[Delivery]:
         """The same before payloads are validated, which is not worth its time for a message that was handled before."""
@@ -73,7 +73,8 @@ class Intake:
         handlers = self._handlers.handlers_of(message)
         if not handlers:
             return self._unhandled(record, message, arrival)
-        deliveries = [self._delivery(record, message, handler, arrival) for handler in handlers]
+        deliveries = [self._delivery(record, message, handlers[0], arrival)]
+        deliveries += [self._delivery(record, message.with_value(None), handler, arrival) for handler in handlers[1:]]
         if arrival is not None:
             arrival.left = len(deliveries)
         return deliveries

@@ -1,9 +1,10 @@
 """What a handler sees of one message beside the message: who it is, effects that happen once, and the transaction that ends it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol
 
 from consumer_sdk.classification import Ambiguous
 from consumer_sdk.context import RunContext
@@ -13,21 +14,24 @@ from fencepost.errors import AlreadyHandled, ConfigurationError, InvalidInput, L
 if TYPE_CHECKING:
     import asyncpg
 
-__all__ = ["HandlingState", "MessageContext", "MessageWriter", "commit_told_by_its_row"]
+__all__ = ["COMMIT_TOLD_BY_ITS_ROW", "HandlingState", "MessageContext", "MessageWriter"]
 
 _DEFAULT_LIMITS: Final = CallLimits()
 _RESERVED: Final = "fencepost."
 
 
-@contextmanager
-def commit_told_by_its_row() -> Iterator[None]:
+class _CommitToldByItsRow:
     """Of a COMMIT without an answer the message's own row tells, and everything else with it: so it is tried again."""
-    try:
-        yield
-    except Ambiguous as error:
-        if error.code == "commit_unknown":
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _class: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        if isinstance(error, Ambiguous) and error.code == "commit_unknown":
             raise TransientError("transaction: no answer to the commit") from error
-        raise
+
+
+COMMIT_TOLD_BY_ITS_ROW: Final = _CommitToldByItsRow()
 
 
 class HandlingState:
@@ -63,7 +67,7 @@ class MessageContext:
     def __init__(self, state: HandlingState, writer: MessageWriter, run: RunContext | None = None) -> None:
         self._state = state
         self._writer = writer
-        self._in_transaction = False
+        self.in_transaction = False
         self.run = run
 
     @property
@@ -102,7 +106,7 @@ class MessageContext:
         ``LeaseLost`` where another delivery took over; and what ``call`` raised, where it surely did nothing.
         """
         self._refuse_after_end()
-        if self._in_transaction:
+        if self.in_transaction:
             raise TransactionRequired("a call must not hold a transaction open: make it before")
         if operation.startswith(_RESERVED):
             raise InvalidInput("operation", f"must not begin with {_RESERVED}", "name it after the provider")
@@ -114,8 +118,7 @@ class MessageContext:
         key = EffectKey(state.effect_run, state.tenant_id, 0, state.effect_step, occurrence, operation)
         return await self._writer.once(key, request=request, call=call, limits=limits)
 
-    @asynccontextmanager
-    async def transaction(self) -> "AsyncIterator[asyncpg.Connection]":
+    def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]":
         """A transaction in the consumer's database that commits together with the message's outcome, and so ends its handling.
 
         What is written on the connection, outbox rows included, exists once, or not at all. If another delivery of the message is
@@ -124,28 +127,27 @@ class MessageContext:
         With a run it is so where the run is completed in it. A transaction that does not complete the run is one of several: it
         commits only while the run is held, and the message is handled when the run has ended.
         """
-        self._refuse_after_end()
-        if self._in_transaction:
-            raise TransactionRequired("this attempt is in a transaction already; use its connection")
-        self._in_transaction = True
+        return _Ending(self, self._state, self._writer) if self.run is None else self._run_transaction(self.run)
+
+    @asynccontextmanager
+    async def _run_transaction(self, run: RunContext) -> "AsyncIterator[asyncpg.Connection]":
+        self.begin_transaction()
         try:
-            with commit_told_by_its_row():
-                if self.run is None:
-                    async with self._writer.ending(self._state) as given:
-                        yield given or self._refuse_duplicate()
-                    self._state.recorded = True
-                    return
-                async with self.run.transaction() as connection:
+            with COMMIT_TOLD_BY_ITS_ROW:
+                async with run.transaction() as connection:
                     yield connection
-                    if (completes := self.run.completes) and not await self._writer.record_within(connection, self._state):
-                        self._refuse_duplicate()
+                    if (completes := run.completes) and not await self._writer.record_within(connection, self._state):
+                        raise already_handled(self._state)
                 self._state.recorded = completes
         finally:
-            self._in_transaction = False
+            self.in_transaction = False
 
-    def _refuse_duplicate(self) -> NoReturn:
-        self._state.duplicate = True
-        raise AlreadyHandled("another delivery of this message has been handled")
+    def begin_transaction(self) -> None:
+        """An attempt is in one transaction at a time."""
+        self._refuse_after_end()
+        if self.in_transaction:
+            raise TransactionRequired("this attempt is in a transaction already; use its connection")
+        self.in_transaction = True
 
     async def complete(self, output: object = None) -> None:
         """Complete the message's run. Inside ``transaction()`` it commits with the rest. Raises ``LeaseLost`` if it is not held."""
@@ -158,3 +160,44 @@ class MessageContext:
             raise LeaseLost("the attempt has ended; nothing was changed")
         if self._state.recorded:
             raise TransactionRequired("the message's outcome is committed, as the last thing of its handling; do this before")
+
+
+class _Ending:
+    """The transaction of ``MessageContext.transaction`` where there is no run. A generator would cost more than all else here."""
+
+    __slots__ = ("_context", "_ending", "_state", "_writer")
+
+    _ending: "AbstractAsyncContextManager[asyncpg.Connection | None]"
+
+    def __init__(self, context: MessageContext, state: HandlingState, writer: MessageWriter) -> None:
+        self._context = context
+        self._state = state
+        self._writer = writer
+
+    async def __aenter__(self) -> "asyncpg.Connection":
+        self._context.begin_transaction()
+        try:
+            self._ending = self._writer.ending(self._state)
+            connection = await self._ending.__aenter__()
+            if connection is not None:
+                return connection
+            duplicate = already_handled(self._state)
+            await self._ending.__aexit__(AlreadyHandled, duplicate, None)
+            raise duplicate
+        except BaseException:
+            self._context.in_transaction = False
+            raise
+
+    async def __aexit__(self, class_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with COMMIT_TOLD_BY_ITS_ROW:
+                await self._ending.__aexit__(class_, error, trace)
+        finally:
+            self._context.in_transaction = False
+        self._state.recorded = error is None
+
+
+def already_handled(state: HandlingState) -> AlreadyHandled:
+    """What a handler is told whose message another delivery has handled."""
+    state.duplicate = True
+    return AlreadyHandled("another delivery of this message has been handled")

@@ -96,9 +96,16 @@ class MessageWriter:
 
     @classmethod
     def on(
-        cls, database_url: str, *, concurrency: int, statement_seconds: float, longest_attempt_seconds: float, **given: Any
+        cls,
+        database_url: str,
+        *,
+        concurrency: int,
+        statement_seconds: float,
+        longest_attempt_seconds: float,
+        pooler: bool = False,
+        **given: Any,
     ) -> "MessageWriter":
-        """With connections of its own at a database, which open at first use."""
+        """With connections of its own at a database, which open at first use. ``pooler``: one stands between."""
         connections = min(concurrency, _MOST_CONNECTIONS)
 
         effects = partial(open_effects, database_url, role=ROLE, size=connections, timeout_seconds=statement_seconds)
@@ -108,6 +115,7 @@ class MessageWriter:
             size=connections + 1,
             limit_seconds=statement_seconds,
             longest_seconds=longest_attempt_seconds,
+            own_sessions=not pooler,
         )
         return cls(transactions=transactions, open_effects=effects, **given)
 

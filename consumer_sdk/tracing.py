@@ -14,6 +14,7 @@ from fencepost.clock import lease_clock
 __all__ = ["Tracing"]
 
 _ASK_SECONDS: Final = 1.0
+_NO_SPAN: Final = nullcontext()
 
 
 class Tracing:
@@ -35,7 +36,7 @@ class Tracing:
 
     def processing(self, message: Message[Any], step: str) -> AbstractContextManager[object]:
         """The span of one attempt at a message."""
-        return self._span(message, step) if self._is_used else nullcontext()
+        return self._span(message, step) if self._is_used else _NO_SPAN
 
     @property
     def _is_used(self) -> bool:

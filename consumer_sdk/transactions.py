@@ -36,36 +36,31 @@ _IDLE_SECONDS: Final = 300.0
 
 
 class HandlerConnection(asyncpg.Connection):
-    """``begin`` and ``end`` are one round trip each, whatever else goes out with BEGIN."""
+    """``begin`` and ``end`` are one round trip each, whatever else goes out with BEGIN. The driver's own object of a transaction
+    would make it more; it only stands there, so that a transaction which a handler begins is a savepoint."""
 
-    _with_begin: str = ""
-    _status: str = ""
-    _transaction: Transaction
+    _outer: Transaction | None = None
+    _top_xact: Transaction | None
 
     async def begin(self, rest: str) -> int:
         """Begin a transaction, in which the statements ``rest`` are the first; how many rows the last of them came to."""
-        self._with_begin = rest
-        self._transaction = self.transaction()
-        await self._transaction.start()
-        return int(self._status.rpartition(" ")[2]) if self._status.startswith("SELECT") else 0
+        status = await self.execute("BEGIN; " + rest)
+        if self._outer is None:
+            self._outer = self.transaction()
+        self._top_xact = self._outer
+        return int(status.rpartition(" ")[2]) if status.startswith("SELECT") else 0
 
     async def end(self, *, commit: bool) -> None:
         """Commit or undo it. What PostgreSQL undoes where it was to commit has failed."""
+        self._top_xact = None
         if not commit:
-            await self._transaction.rollback()
+            await self.execute("ROLLBACK")
             return
         if not self.is_in_transaction():
             told = "the handler ended the transaction, which is not its own; what it wrote may be undone"
             raise asyncpg.NoActiveSQLTransactionError(told)
-        await self._transaction.commit()
-        if self._status != "COMMIT":
+        if await self.execute("COMMIT") != "COMMIT":
             raise asyncpg.InFailedSQLTransactionError("a statement of the transaction had failed, and nothing was committed")
-
-    async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:  # noqa: ASYNC109 - the driver's
-        if self._with_begin:
-            query, self._with_begin = query + self._with_begin, ""
-        self._status = await super().execute(query, *args, timeout=timeout)
-        return self._status
 
     def returned(self) -> None:
         """The handler's cursors, statements and listeners end here, as where a pool of the driver's takes a connection back."""
@@ -86,17 +81,28 @@ class _Lent(_Proxy):
 
 class Transactions:
     """``limit_seconds`` bounds the wait for a connection to open, and of a bounded transaction every statement and its silence;
-    ``longest_seconds`` is the most that the others ask for. Connections are opened when they are needed, ``size`` at most, and
-    closed when they were not for minutes.
+    ``longest_seconds`` is the most that the others ask for. ``own_sessions``: no pooler stands between, so the longest is every
+    session's bound, and a transaction sets its own only where that is another. Connections are opened when they are needed,
+    ``size`` at most, and closed when they were not for minutes.
 
     Not a pool of the driver's: what it does around each use costs as much as a statement.
     """
 
-    def __init__(self, database_url: str, *, role: str, size: int, limit_seconds: float, longest_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        database_url: str,
+        *,
+        role: str,
+        size: int,
+        limit_seconds: float,
+        longest_seconds: float = 0.0,
+        own_sessions: bool = False,
+    ) -> None:
         self._database_url = database_url
         self._role = role
         self._limit = limit_seconds
         self._longest = max(limit_seconds, longest_seconds)
+        self._session_bound = self._longest if own_sessions else None
         self._slots = asyncio.Semaphore(size)
         # The last that came back is the next to go out: the others fall idle.
         self._idle: list[tuple[HandlerConnection, float]] = []
@@ -107,12 +113,15 @@ class Transactions:
     def begin(self, *, bounded: bool = True) -> "_Transaction":
         """A connection with a transaction begun. ``bounded`` False: the caller's first statement sets the bounds. Raises
         ``Ambiguous`` for a COMMIT without an answer, ``TransientError`` where nothing was committed."""
-        return _Transaction(self, role=self._role, rest=_bounds(self._limit) if bounded else "")
+        return _Transaction(self, role=self._role, rest=self._bounds(self._limit) if bounded else "")
 
     def begin_recorded(self, identity: Identity, *, holder: str, limit_seconds: float) -> "_Recorded":
         """The same with a message recorded as handled before anything else, and bounds of its own: one round trip. For a message
         that was handled before it gives None in place of the connection."""
-        return _Recorded(self, role=self._role, rest=_bounds(limit_seconds) + inlined(_RECORD, *identity, holder))
+        return _Recorded(self, role=self._role, rest=self._bounds(limit_seconds) + inlined(_RECORD, *identity, holder))
+
+    def _bounds(self, seconds: float) -> str:
+        return "" if seconds == self._session_bound else _local_bounds(seconds)
 
     def close(self) -> None:
         """Cut the connections; what was open on them is undone."""
@@ -161,10 +170,15 @@ class Transactions:
             self._database_url,
             timeout=self._limit,
             command_timeout=self._longest + _SILENCE_SECONDS,  # a silent network must not hold a slot for ever
-            server_settings={"application_name": "fencepost-handler"},
+            server_settings={"application_name": "fencepost-handler", **self._session_settings()},
             connection_class=HandlerConnection,
         )
         return connection
+
+    def _session_settings(self) -> dict[str, str]:
+        if self._session_bound is None:
+            return {}
+        return dict.fromkeys(("statement_timeout", "idle_in_transaction_session_timeout"), str(_milliseconds(self._session_bound)))
 
     def _sweep(self) -> None:
         """Close those that nobody has needed for long. They are the first: each was there when another was taken."""
@@ -250,10 +264,14 @@ class _Recorded(_Work):
         return cast("asyncpg.Connection", self._lent) if await self._begin() else None
 
 
+def _milliseconds(seconds: float) -> int:
+    return max(int(seconds * 1000), 1)
+
+
 @cache
-def _bounds(seconds: float) -> str:
+def _local_bounds(seconds: float) -> str:
     """Numbers of our own: nothing to quote."""
-    limit = max(int(seconds * 1000), 1)
+    limit = _milliseconds(seconds)
     return f"SET LOCAL statement_timeout = {limit}; SET LOCAL idle_in_transaction_session_timeout = {limit}; "
 
 

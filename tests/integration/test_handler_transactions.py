@@ -18,6 +18,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.services
 
 PING: Final = Identity("0199c0de-0000-7000-8000-000000000001", "", "billing/charge")
+BOUNDS: Final = ("statement_timeout", "idle_in_transaction_session_timeout")
 ROW: Final = "SELECT count(*) FROM fencepost.effects WHERE operation = 'fencepost.message' AND run_key = $1"
 
 
@@ -53,14 +54,14 @@ async def test_a_message_with_one_write_costs_three_round_trips(transactions: Tr
     asked: list[str] = []
     async with transactions.begin() as connection:
         connection.add_query_logger(lambda query: asked.append(query.query))
-    await eventually(lambda: asked == ["COMMIT;"])  # the driver tells a moment later
+    await eventually(lambda: asked == ["COMMIT"])  # the driver tells a moment later
     async with recorded(transactions) as connection:
         await connection.execute("INSERT INTO written VALUES ($1)", "a")
-    await eventually(lambda: asked[-1] == "COMMIT;" and len(asked) > 1)
+    await eventually(lambda: asked[-1] == "COMMIT" and len(asked) > 1)
     begun, written, ended = asked[1:]
     assert begun.startswith("BEGIN;")
     assert "fencepost.record_message(" in begun
-    assert (written, ended) == ("INSERT INTO written VALUES ($1)", "COMMIT;")
+    assert (written, ended) == ("INSERT INTO written VALUES ($1)", "COMMIT")
     assert await rows(database) == 1
 
 
@@ -104,6 +105,20 @@ async def test_who_waits_for_another_delivery_waits_no_longer_than_its_bound(tra
             async with recorded(transactions, limit_seconds=0.2):
                 raise AssertionError("nobody knows yet whether the message is handled")
     assert await rows(database) == 1
+
+
+async def test_where_sessions_are_its_own_a_transaction_sets_only_another_bound(database_url: str) -> None:
+    own = Transactions(database_url, role=ROLE, size=1, limit_seconds=10, longest_seconds=60, own_sessions=True)
+    asked: list[str] = []
+    for number, limit in enumerate((60, 7, 60)):
+        async with recorded(own, PING._replace(run_key=f"ping-{number}"), limit_seconds=limit) as connection:
+            bounds = [await connection.fetchval(f"SHOW {name}") for name in BOUNDS]
+            if not number:
+                connection.add_query_logger(lambda query: asked.append(query.query))
+        assert bounds == (["1min"] * 2 if limit == 60 else ["7s"] * 2)
+    await eventually(lambda: sum(one.startswith("BEGIN") for one in asked) == 2)
+    assert ["SET LOCAL" in one for one in asked if one.startswith("BEGIN")] == [True, False]
+    own.close()
 
 
 async def test_a_statement_may_take_as_long_as_its_handler_may(database_url: str) -> None:

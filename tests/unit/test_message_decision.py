@@ -10,8 +10,8 @@ import pytest
 from consumer_sdk.calling import HandlerExited
 from consumer_sdk.classification import Ambiguous, Retryable, RetryLater, Terminal, classify
 from consumer_sdk.delivery import Again, Dead, DeadReason, Delivery
-from consumer_sdk.handling import AttemptDeadline
 from consumer_sdk.identity import Identity
+from consumer_sdk.in_hand import AttemptDeadline
 from consumer_sdk.message_decision import ENVIRONMENT, decide_failure, failure_of, postponed
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
 from consumer_sdk.testing import event

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from consumer_sdk.effects import EffectKey
-from consumer_sdk.identity import _told, event_key, place_key, step_key
+from consumer_sdk.identity import _told, event_key, key_of_run, place_key, step_key
 from consumer_sdk.message import Message
 from consumer_sdk.testing import message
 
@@ -51,6 +51,12 @@ def test_another_id_is_its_source_s() -> None:
 @pytest.mark.parametrize("text", [ID.upper(), ID.replace("-", ""), f"{{{ID}}}", f" {ID}", f"{ID}\n", f"{ID}0"])
 def test_only_the_usual_form_of_a_uuid_counts_as_one(text: str) -> None:
     assert event_key(told(event_id=text)).startswith("event:")
+
+
+@pytest.mark.parametrize(("spelled", "expected"), [(ID.upper(), ID), (ID, ID), ("run of another system", "run of another system")])
+def test_a_run_is_named_as_the_database_writes_its_id(spelled: str, expected: str) -> None:
+    """An erasure looks for that."""
+    assert key_of_run(spelled) == expected
 
 
 def test_the_same_event_at_another_place_is_the_same() -> None:

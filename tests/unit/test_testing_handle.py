@@ -62,6 +62,23 @@ async def test_a_message_is_handled_and_its_redelivery_is_a_duplicate() -> None:
     assert [(call.query, call.arguments) for call in memory.calls] == [(INSERT, ("o-1",))]
 
 
+async def test_messages_of_one_run_find_its_effect_however_they_spell_its_id() -> None:
+    run, memory, calls = "0199c0de-0000-7000-8000-0000000000aB", Memory(), []
+
+    async def charges(_placed: Message[Order], context: MessageContext) -> None:
+        async def call(effect: Effect) -> str:
+            calls.append(effect.key)
+            return "receipt"
+
+        await context.once("provider.charge", request={"amount": 7}, call=call)
+
+    app = app_that(charges)
+    for spelled in (run, run.upper(), run.lower()):
+        assert (await handle(app, order(run_id=spelled), memory=memory)).outcome == HANDLED
+    assert len(calls) == 1
+    assert {key.run_key for key in memory.effects.rows() if key.operation == "provider.charge"} == {run.lower()}
+
+
 async def test_of_many_deliveries_at_once_one_is_handled() -> None:
     app, memory, placed = app_that(stores), Memory(), order()
     handled = await asyncio.gather(*(handle(app, placed, memory=memory) for _ in range(5)))
