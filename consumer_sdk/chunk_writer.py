@@ -6,20 +6,18 @@ from datetime import timedelta
 from typing import Final, TypeVar
 from uuid import UUID
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
-
 from consumer_sdk.chunk_store import ChunkBatch, ChunkStore, Part, PlaceTaken, Stream
 from consumer_sdk.jobs import Claim, JobKey, Standing
 from consumer_sdk.live import LiveSender
+from consumer_sdk.patience import patiently
 from fencepost.batching import Batcher
+from fencepost.clock import lease_clock
 from fencepost.errors import InvariantViolated, LeaseLost, TransientError
 
 __all__ = ["ChunkWriter"]
 
 _Answer = TypeVar("_Answer")
 
-_LEAST_PAUSE_SECONDS: Final = 0.05
-_MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_STATEMENT_SECONDS: Final = 10.0
 #: What one statement carries; a single run's batch fits in.
 MOST_CHUNKS: Final = 500
@@ -135,17 +133,7 @@ class ChunkWriter:
                 raise LeaseLost(f"{what}: the run is no longer held by this attempt; nothing was changed")
             raise TransientError(f"{what}: the job's row is locked by another transaction")
 
-        try:
-            return await once()
-        except TransientError:
-            pass
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(TransientError),
-            wait=wait_random_exponential(multiplier=_LEAST_PAUSE_SECONDS, max=_MOST_PAUSE_SECONDS),
-            stop=stop_after_delay(self._lease_seconds),
-            reraise=True,
-        )
-        return await retrying(once)
+        return await patiently(once, until=lease_clock() + self._lease_seconds, failed=lambda: None)
 
     async def _store_all(self, batches: Sequence[ChunkBatch]) -> Sequence[bool]:
         store = await self._opened()

@@ -1,9 +1,12 @@
 """``fencepost dead-letters``: messages that consumers gave up, and what an operator does about them."""
 
 import asyncio
+import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
 from uuid import UUID
@@ -40,6 +43,18 @@ _AUDIT_MOST: Final = 100
 _HEADERS_MOST: Final = 100
 _VALUE_BYTES: Final = 200
 _PAYLOAD_BYTES: Final = 4_000
+# The options of the filter by its parts, in the order of the help.
+_FILTER: Final[Mapping[str, Any]] = {
+    "consumer": ConsumerName,
+    "tenant": TenantName,
+    "topic": TopicName,
+    "event_type": EventType,
+    "dead_reason": WhichReason,
+    "error_class": ErrorClass,
+    "error_code": ErrorCode,
+    "older_than": OlderThan,
+    "newer_than": NewerThan,
+}
 
 dead_letters = typer.Typer(help="Messages that consumers gave up.", no_args_is_help=True)
 
@@ -52,21 +67,31 @@ _Rate = Annotated[float | None, typer.Option(min=0.01, max=10_000, help="So many
 _Yes = Annotated[bool, typer.Option("--yes", help="A filter without the question.")]
 
 
+def _filtered(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each part of the filter, which it gets as ``which``."""
+    options = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option) for name, option in _FILTER.items()]
+    parameters: list[Parameter] = []
+    for one in inspect.signature(command).parameters.values():
+        parameters += options if one.name == "which" else [one.replace(kind=Parameter.KEYWORD_ONLY)]
+
+    @wraps(command)
+    def filtering(**given: Any) -> None:
+        which = LetterFilter(**{name: given.pop(name) for name in _FILTER})
+        command(which=which, **given)
+
+    filtering.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    filtering.__annotations__ = {one.name: one.annotation for one in parameters}
+    return filtering
+
+
 def _states(state: _State) -> Sequence[str] | None:
     return {"open": OPEN, "all": None}.get(state, (state,))
 
 
 @dead_letters.command("list")
+@_filtered
 def list_letters(
-    consumer: ConsumerName = None,
-    tenant: TenantName = None,
-    topic: TopicName = None,
-    event_type: EventType = None,
-    dead_reason: WhichReason = None,
-    error_class: ErrorClass = None,
-    error_code: ErrorCode = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: LetterFilter,
     state: _WhichState = "open",
     newest_first: Annotated[bool, typer.Option("--newest-first", help="Else the oldest come first.")] = False,
     after: _After = None,
@@ -82,10 +107,6 @@ def list_letters(
 
       fencepost dead-letters list --consumer payments --dead-reason invalid_payload --newer-than 2h --newest-first --json
     """
-    which = LetterFilter(
-        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
-        error_code=error_code, older_than=older_than, newer_than=newer_than,
-    )  # fmt: skip
     statement = "list_newest_dead_letters" if newest_first else "list_dead_letters"
     found = asyncio.run(_matching(database_url, statement, which, state, (limit + 1,), after=after, newest_first=newest_first))
     shown = found[:limit]
@@ -129,16 +150,9 @@ def _age(at: datetime, now: datetime) -> str:
 
 
 @dead_letters.command()
+@_filtered
 def summary(
-    consumer: ConsumerName = None,
-    tenant: TenantName = None,
-    topic: TopicName = None,
-    event_type: EventType = None,
-    dead_reason: WhichReason = None,
-    error_class: ErrorClass = None,
-    error_code: ErrorCode = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: LetterFilter,
     state: _WhichState = "open",
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many groups, the largest first.")] = 20,
     database_url: DatabaseUrl = "",
@@ -154,10 +168,6 @@ def summary(
 
       fencepost dead-letters summary --newer-than 45min --json
     """
-    which = LetterFilter(
-        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
-        error_code=error_code, older_than=older_than, newer_than=newer_than,
-    )  # fmt: skip
     found = asyncio.run(_matching(database_url, "summarise_dead_letters", which, state, (_COUNTED_MOST, limit)))
     letters, groups = (found[0]["all_letters"], found[0]["all_groups"]) if found else (0, 0)
     if as_json:
@@ -287,19 +297,12 @@ def _write(target: Path, payload: bytes | None) -> None:
 
 
 @dead_letters.command()
+@_filtered
 def redrive(
     actor: Actor,
     reason: Reason,
+    which: LetterFilter,
     dead_letter_ids: _Ids = None,
-    consumer: ConsumerName = None,
-    tenant: TenantName = None,
-    topic: TopicName = None,
-    event_type: EventType = None,
-    dead_reason: WhichReason = None,
-    error_class: ErrorClass = None,
-    error_code: ErrorCode = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
     after: _After = None,
     at_most: _AtMost = MOST_LETTERS,
     rate: _Rate = None,
@@ -325,10 +328,6 @@ def redrive(
       fencepost dead-letters redrive --consumer payments --error-code bad_iban --newer-than 2h --rate 50 --dry-run
       --actor ana --reason "deploy 512 undone"
     """
-    which = LetterFilter(
-        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
-        error_code=error_code, older_than=older_than, newer_than=newer_than,
-    )  # fmt: skip
     change = Change(verb="redrive", actor=actor, reason=reason, effects_checked=effects_checked)
     request = Request(
         change=change, ids=dead_letter_ids or [], which=which, after=after, at_most=at_most, rate=rate, wait=wait, yes=yes,
@@ -338,19 +337,12 @@ def redrive(
 
 
 @dead_letters.command()
+@_filtered
 def discard(
     actor: Actor,
     reason: Reason,
+    which: LetterFilter,
     dead_letter_ids: _Ids = None,
-    consumer: ConsumerName = None,
-    tenant: TenantName = None,
-    topic: TopicName = None,
-    event_type: EventType = None,
-    dead_reason: WhichReason = None,
-    error_class: ErrorClass = None,
-    error_code: ErrorCode = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
     after: _After = None,
     at_most: _AtMost = MOST_LETTERS,
     rate: _Rate = None,
@@ -370,10 +362,6 @@ def discard(
 
       fencepost dead-letters discard --topic load-test --older-than 1d --dry-run --actor ana --reason "test data"
     """
-    which = LetterFilter(
-        consumer=consumer, tenant=tenant, topic=topic, event_type=event_type, dead_reason=dead_reason, error_class=error_class,
-        error_code=error_code, older_than=older_than, newer_than=newer_than,
-    )  # fmt: skip
     request = Request(
         change=Change(verb="discard", actor=actor, reason=reason), ids=dead_letter_ids or [], which=which, after=after,
         at_most=at_most, rate=rate, wait=0, yes=yes, dry_run=dry_run, as_json=as_json,

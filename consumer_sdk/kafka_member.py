@@ -35,7 +35,7 @@ _FETCH_BYTES: Final = 16 * 1024 * 1024
 # Brokers deliver a larger record all the same, by itself.
 _PARTITION_FETCH_BYTES: Final = 1024 * 1024
 
-#: An operator must act: no right, another process under the same name, or a group of another kind.
+#: An operator must act: no right, a group of another kind, or a time-out that the broker does not allow.
 _FATAL: Final = (
     errors.TopicAuthorizationFailedError,
     errors.GroupAuthorizationFailedError,
@@ -225,7 +225,7 @@ class KafkaMember:
         except (errors.CommitFailedError, errors.IllegalStateError):
             return False
         except _FATAL as error:
-            raise _fatal(error) from error
+            raise self._fatal(error) from error
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise TransientError(f"commit: {type(error).__name__}") from error
         return True
@@ -284,9 +284,22 @@ class KafkaMember:
         try:
             return await answer
         except _FATAL as error:
-            raise _fatal(error) from error
+            raise self._fatal(error) from error
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise TransientError(f"Kafka: {type(error).__name__}") from error
+
+    def _fatal(self, error: Exception) -> ConfigurationError:
+        if isinstance(error, errors.InvalidSessionTimeoutError):
+            asked = self._settings.consumer_session_timeout_seconds
+            return ConfigurationError(
+                f"FENCEPOST_CONSUMER_SESSION_TIMEOUT_SECONDS: the broker refuses {asked:g} s; take a time that its "
+                "group.min.session.timeout.ms and group.max.session.timeout.ms allow (by default 6 s to 1800 s), "
+                "or have these changed"
+            )
+        return ConfigurationError(
+            f"Kafka refuses this consumer: {type(error).__name__}; see FENCEPOST_CONSUMER_GROUP, FENCEPOST_CONSUMER_TOPICS, "
+            "FENCEPOST_CONSUMER_INSTANCE and the rights of the Kafka user"
+        )
 
 
 async def _in_time(ending: Awaitable[None]) -> None:
@@ -300,10 +313,3 @@ async def _in_time(ending: Awaitable[None]) -> None:
             raise
     except (errors.KafkaError, OSError, TimeoutError):
         pass
-
-
-def _fatal(error: Exception) -> ConfigurationError:
-    return ConfigurationError(
-        f"Kafka refuses this consumer: {type(error).__name__}; see FENCEPOST_CONSUMER_GROUP, FENCEPOST_CONSUMER_TOPICS, "
-        "FENCEPOST_CONSUMER_INSTANCE, FENCEPOST_CONSUMER_SESSION_TIMEOUT_SECONDS and the rights of the Kafka user"
-    )

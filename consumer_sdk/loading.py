@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from consumer_sdk.evidence import frames_of
 from consumer_sdk.handlers import Handlers
@@ -13,27 +13,35 @@ __all__ = ["load_handlers", "load_object"]
 
 _Kind = TypeVar("_Kind")
 
+_ABSENT: Final = object()
+
 
 def load_handlers(place: str) -> Handlers:
     """The ``Handlers`` at ``module:attribute``, or handlers of the workflows there. Raises ``ConfigurationError``."""
     found = _found(place)
+    if isinstance(found, Handlers):
+        return found
     if isinstance(found, Workflows):
         handlers = Handlers()
         handlers.include(found)
         return handlers
-    return _of_kind(place, found, Handlers)
+    raise _another(place, found, "consumer_sdk.Handlers, a consumer_sdk.Workflows or a producer_sdk.http.Durable")
 
 
 def load_object(place: str, kind: type[_Kind]) -> _Kind:
     """The object of that kind at ``module:attribute``; the current directory is looked in first. Raises ``ConfigurationError``."""
-    return _of_kind(place, _found(place), kind)
+    found = _found(place)
+    if isinstance(found, kind):
+        return found
+    raise _another(place, found, f"consumer_sdk.{kind.__name__}")
 
 
-def _of_kind(place: str, found: object, kind: type[_Kind]) -> _Kind:
-    if not isinstance(found, kind):
-        module_name, _, attribute = place.partition(":")
-        raise ConfigurationError(f"HANDLERS: {module_name} has no consumer_sdk.{kind.__name__} named {attribute}")
-    return found
+def _another(place: str, found: object, taken: str) -> ConfigurationError:
+    module_name, _, attribute = place.partition(":")
+    if found is _ABSENT:
+        return ConfigurationError(f"HANDLERS: {module_name} has nothing named {attribute}; name a {taken} in it")
+    kind = type(found)
+    return ConfigurationError(f"HANDLERS: {place} is of type {kind.__module__}.{kind.__qualname__}; name a {taken}")
 
 
 def _found(place: str) -> object:
@@ -55,4 +63,4 @@ def _found(place: str) -> object:
     except Exception as error:  # noqa: BLE001 - a boundary: whatever a module does when it is imported
         place = (frames_of(error) or ["?"])[-1] if not isinstance(error, SyntaxError) else f"{error.filename}:{error.lineno}"
         raise ConfigurationError(f"HANDLERS: importing {module_name} failed: {type(error).__name__} at {place}") from None
-    return getattr(module, attribute, None)
+    return getattr(module, attribute, _ABSENT)

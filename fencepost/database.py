@@ -22,13 +22,16 @@ _TRANSIENT_CLASSES: Final = ("08", "40", "53", "57", "58")
 _READ_ONLY: Final = "25006"
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _PARAMETER: Final = re.compile(r"\$(\d)")
+# Fencepost's statements and functions name its objects in full.
+_SCHEMA: Final = re.compile(r"\bfencepost\b")
 
 
 @asynccontextmanager
 async def translated(statement: str, *, role: str) -> AsyncIterator[None]:
     """Foreign errors in, Fencepost's out, cause kept: ``TransientError`` if waiting helps, else ``ConfigurationError``.
 
-    ``role`` is what to grant to a user who may not. Errors of PostgreSQL that are neither pass through unchanged.
+    ``role`` is what to grant to a user who may not. Errors of PostgreSQL that are neither pass through unchanged, and so does what
+    a handler's own statement in a transaction of Fencepost's lacks: its table, or the right to it.
     """
     try:
         yield
@@ -94,12 +97,21 @@ def _translate(statement: str, error: asyncpg.PostgresError, role: str) -> Fence
     if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
         return ConfigurationError(f"FENCEPOST_DATABASE_URL: the database refused the connection: {error}")
     if isinstance(error, asyncpg.UndefinedTableError | asyncpg.UndefinedFunctionError | asyncpg.InvalidSchemaNameError):
+        if not _SCHEMA.search(str(error)):
+            return None
         return ConfigurationError(f"the schema is missing or older than this version ({error}); run `fencepost migrate`")
     if isinstance(error, asyncpg.ObjectInUseError):
         return ConfigurationError(f"{error.message}; {error.hint}" if error.hint else str(error))
-    if isinstance(error, asyncpg.InsufficientPrivilegeError):
+    if isinstance(error, asyncpg.InsufficientPrivilegeError) and _is_ours(error):
         return ConfigurationError(f"{error}; grant {role} to this database user")
     return None
+
+
+def _is_ours(refusal: asyncpg.InsufficientPrivilegeError) -> bool:
+    """Whether it is Fencepost that may not. The words of a refusal leave the schema of a table out; the statement names it. The
+    refusal of a connection has no statement."""
+    query: str | None = getattr(refusal, "query", None)
+    return query is None or _SCHEMA.search(f"{refusal} {query}") is not None
 
 
 async def keep_nothing(_connection: asyncpg.Connection) -> None:

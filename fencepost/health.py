@@ -4,10 +4,11 @@ Liveness: a restart would help. Readiness: what the process needs answers. A ref
 it would block the roll-out of its own fix.
 """
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterable
-from socket import AF_INET6
+from socket import AF_INET6, gaierror
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -64,10 +65,7 @@ class HealthServer:
                 host, port, self._serve, server_class=_Server6 if ":" in host else _Server, handler_class=_Handler
             )
         except OSError as error:
-            raise ConfigurationError(
-                f"{prefix}HTTP_HOST, {prefix}HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}; "
-                "give each process of a machine a port of its own (0 picks one)"
-            ) from error
+            raise ConfigurationError(_refusal(prefix, host, port, error)) from error
         self.port = self._server.server_port
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": _POLL_SECONDS}, name="health", daemon=True
@@ -92,3 +90,15 @@ class HealthServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _refusal(prefix: str, host: str, port: int, error: OSError) -> str:
+    if isinstance(error, gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{prefix}HTTP_HOST: {host} is no address of this machine: {error.strerror}; "
+            "take 127.0.0.1 to be reached from this machine only, or 0.0.0.0 to be reached at all of its addresses"
+        )
+    return (
+        f"{prefix}HTTP_HOST, {prefix}HTTP_PORT: cannot listen on {host}:{port}: {error.strerror}; "
+        "give each process of a machine a port of its own, from 1024 on (0 picks one)"
+    )

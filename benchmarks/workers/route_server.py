@@ -6,17 +6,17 @@ Fencepost's connections are as many as by default, and the application's pool is
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Final
 
 import asyncpg
-import uvicorn
 from fastapi import Depends, FastAPI, Header, HTTPException
 
 from benchmarks.route_workflows import NAME, Done, Order, place
-from benchmarks.workers import ready_and_wait, run_worker
+from benchmarks.workers import run_worker
+from benchmarks.workers.serving import serve
 from fencepost.secrets import Secrets
 from producer_sdk.http import Durable, Principal, load_route_settings
-from producer_sdk.http.sockets import listening_socket
 
 _POOL: Final = 10
 _WAIT_SECONDS: Final = 240.0
@@ -29,14 +29,7 @@ async def principal(x_user: Annotated[str, Header()]) -> Principal:
 
 async def route_server(kafka: str, database_url: str, port: int, secret: str) -> None:
     """Serve until told to end."""
-    started = asyncio.Event()
-    config = uvicorn.Config(application(database_url, secret, started), access_log=False, log_level="warning")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening_socket("127.0.0.1", port)]))
-    await started.wait()
-    await ready_and_wait()
-    server.should_exit = True
-    await serving
+    await serve(partial(application, database_url, secret), port)
 
 
 def application(database_url: str, secret: str, started: asyncio.Event) -> FastAPI:

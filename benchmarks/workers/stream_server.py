@@ -3,16 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, Header
 from pydantic import BaseModel
 
-from benchmarks.workers import ready_and_wait, run_worker
+from benchmarks.workers import run_worker
+from benchmarks.workers.serving import serve
 from fencepost.secrets import Secrets
 from producer_sdk.http import Durable, Principal, load_route_settings
-from producer_sdk.http.sockets import listening_socket
 
 
 class Prompt(BaseModel):
@@ -25,14 +25,7 @@ def principal(x_user: Annotated[str, Header()]) -> Principal:
 
 async def stream_server(kafka: str, database_url: str, port: int, streams: int) -> None:
     """Serve until told to end."""
-    started = asyncio.Event()
-    config = uvicorn.Config(application(database_url, streams, started), access_log=False, log_level="warning")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening_socket("127.0.0.1", port)]))
-    await started.wait()
-    await ready_and_wait()
-    server.should_exit = True
-    await serving
+    await serve(partial(application, database_url, streams), port)
 
 
 def application(database_url: str, streams: int, started: asyncio.Event) -> FastAPI:

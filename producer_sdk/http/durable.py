@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
+import structlog
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import TypeAdapter
@@ -17,6 +18,7 @@ from producer_sdk.acceptance import KEY_RETENTION_SECONDS
 from producer_sdk.http.metrics import RouteMetrics
 from producer_sdk.http.operation import Operation, Reply, Site, check_between, check_handler
 from producer_sdk.http.principal import Principal
+from producer_sdk.http.problems import Refused
 from producer_sdk.http.routing import OPERATION, DurableRoute
 from producer_sdk.http.runtime import Runtime
 from producer_sdk.http.settings import RouteSettings, load_route_settings
@@ -26,6 +28,8 @@ from producer_sdk.http.waiting import JsonReply
 from producer_sdk.identity import Scope
 
 __all__ = ["Durable"]
+
+_log = structlog.get_logger(__name__)
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _MOST_SECONDS: Final = 3600.0
@@ -61,6 +65,8 @@ class Durable(Workflows):
         self.cached: frozenset[str] = frozenset()
         self.collected: frozenset[str] = frozenset()
         self.runtime: Runtime | None = None
+        self.started = False
+        self._told = False
         self._transactions = transactions
         self._settings = settings
         self._secrets = secrets
@@ -217,10 +223,23 @@ class Durable(Workflows):
         )
 
     def usable_runtime(self) -> Runtime:
-        """The runtime of the application that runs. Raises ``TransientError`` while the database has not answered."""
+        """The runtime of the application that runs. Raises ``TransientError`` while the database has not answered, and once the
+        application has ended; ``Refused`` where its start-up has never run."""
+        if not self.started:
+            self._tell_once()
+            raise Refused("misconfigured")
         if self.runtime is None or not self.runtime.ready.is_set():
-            raise TransientError("the database has not answered yet, or the application's start-up has not run durable.install")
+            raise TransientError("the database has not answered yet, or the application has ended")
         return self.runtime
+
+    def _tell_once(self) -> None:
+        if not self._told:
+            self._told = True
+            _log.error(
+                "durable_not_installed",
+                remedy="call durable.install(app), after every app.add_middleware, on the application that the server runs; a "
+                "mounted application's start-up (lifespan) is not run",
+            )
 
     def checked_principal(self, principal: object) -> Principal:
         """What the dependency has returned. Raises ``ConfigurationError``."""

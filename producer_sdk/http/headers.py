@@ -21,8 +21,9 @@ EXPOSED_HEADERS: Final = (
     "Preference-Applied",
     "Fencepost-Run-Id",
 )
-#: For a CORS middleware's ``allow_headers``: what a script of another origin must be able to send.
-REQUEST_HEADERS: Final = (KEY_HEADER, "Last-Event-ID", "Prefer", "Content-Type")
+#: For a CORS middleware's ``allow_headers``: what a script of another origin must be able to send. Authorization is what most
+#: applications know their clients by; where it is another header, the application adds that.
+REQUEST_HEADERS: Final = (KEY_HEADER, "Last-Event-ID", "Prefer", "Content-Type", "Authorization")
 
 # An RFC 9651 Item that is a String, with parameters, which mean nothing here. Possessive: no text makes it slow.
 _BARE_ITEM: Final = r"(?:\"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\[\"\\])*+\"|[A-Za-z0-9*:?@._~!$%&'+^`|#/=-]++)"

@@ -59,7 +59,7 @@ async def _running(durable: "Durable") -> AsyncIterator[None]:
     runtime = durable.new_runtime()
     try:
         await runtime.start()
-        durable.runtime = runtime
+        durable.runtime, durable.started = runtime, True
         with told_of_the_end(runtime.drain):
             yield
     finally:

@@ -3,9 +3,10 @@
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, get_args, get_origin
 from uuid import UUID
 
+from fastapi import params
 from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
@@ -148,5 +149,22 @@ def check_between(what: str, number: object, least: float, most: float) -> None:
 
 
 def check_handler(what: str, handler: object) -> None:
+    """Raise ``ConfigurationError`` for a handler that cannot work, or that would believe the client who it is."""
     if not inspect.iscoroutinefunction(handler):
         raise ConfigurationError(f"{what}: the handler must be an `async def` function that returns the workflow's input")
+    for name, parameter in inspect.signature(handler, eval_str=True).parameters.items():
+        if _is_bare_principal(parameter):
+            raise ConfigurationError(
+                f"{what}: {name}: Principal is a field of the body to FastAPI, so that the client would say who it is; write "
+                f"{name}: Annotated[Principal, Depends(...)] with the dependency of Durable(principal=...)"
+            )
+
+
+def _is_bare_principal(parameter: inspect.Parameter) -> bool:
+    """Whether FastAPI would read the principal from the request, since no ``Depends`` says where it comes from."""
+    annotation, marks = parameter.annotation, [parameter.default]
+    if get_origin(annotation) is Annotated:
+        annotation, *extra = get_args(annotation)
+        marks += extra
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return any(issubclass(kind, Principal) for kind in kinds) and not any(isinstance(mark, params.Depends) for mark in marks)

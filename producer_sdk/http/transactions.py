@@ -88,7 +88,8 @@ class Transactions(Protocol):
 
 
 class PoolTransactions:
-    """Transactions of asyncpg, on a pool of their own: whatever the application's pool is short of, a start is not."""
+    """Transactions of asyncpg, READ COMMITTED, on a pool of their own: whatever the application's pool is short of, a start is
+    not."""
 
     def __init__(
         self, database_url: str, *, size: int, patience_seconds: float, timeout_seconds: float, idle_seconds: float
@@ -125,7 +126,9 @@ class PoolTransactions:
         assert self._pool is not None
         async with translated("begin", role=ROLE):
             connection = await self._pool.acquire(timeout=self._patience)
-        transaction = connection.transaction()
+        # Whatever the database's default: in an older snapshot a key that was taken meanwhile is not seen, and SERIALIZABLE refuses
+        # starts of different keys that read one page of an index.
+        transaction = connection.transaction(isolation="read_committed")
         try:
             async with translated("begin", role=ROLE), asyncio.timeout(self._timeout):
                 await transaction.start()
@@ -195,7 +198,7 @@ class SessionTransactions:
     """Transactions of the application's sessions: ``Durable(..., transactions=SessionTransactions(async_sessionmaker(engine)))``.
 
     The handler's parameter is ``Annotated[AsyncSession, IN_TRANSACTION]``; SQLModel's session fits as well. The engine runs on
-    asyncpg or psycopg, and bounds the wait for its connections itself (``pool_timeout``).
+    asyncpg or psycopg, chooses the isolation level, and bounds the wait for its connections itself (``pool_timeout``).
     """
 
     def __init__(self, sessions: "Callable[[], AsyncSession]") -> None:

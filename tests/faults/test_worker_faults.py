@@ -690,8 +690,8 @@ def test_help_tells_how_to_name_the_handlers() -> None:
         ("module:", "module:attribute"),
         ("there.is.none:handlers", "there is no module there"),
         (".relative:handlers", "full name"),
-        ("json:handlers", "no consumer_sdk.Handlers named handlers"),
-        ("json:dumps", "no consumer_sdk.Handlers named dumps"),
+        ("json:handlers", "json has nothing named handlers; name a consumer_sdk.Handlers, a consumer_sdk.Workflows or"),
+        ("json:dumps", "json:dumps is of type builtins.function; name a consumer_sdk.Handlers, a consumer_sdk.Workflows or"),
     ],
 )
 def test_handlers_that_cannot_be_found_are_told_in_one_line(place: str, remedy: str) -> None:

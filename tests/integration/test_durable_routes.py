@@ -692,11 +692,12 @@ async def test_a_browser_can_see_the_markers(shop: Shop) -> None:
         pending = await client.order(headers=origin)
         exposed = {name.strip().lower() for name in pending.headers["access-control-expose-headers"].split(",")}
         assert {"idempotent-replayed", "x-idempotent-replayed", "retry-after", "location"} <= exposed
-        asked = {"access-control-request-method": "POST", "access-control-request-headers": "idempotency-key,last-event-id"}
+        wanted = "authorization,content-type,idempotency-key,last-event-id,prefer"
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
         preflight = await client.http.options("/orders", headers=origin | asked)
         allowed = {name.strip().lower() for name in preflight.headers["access-control-allow-headers"].split(",")}
     assert preflight.status_code == 200
-    assert {"idempotency-key", "last-event-id"} <= allowed
+    assert set(wanted.split(",")) <= allowed
 
 
 async def test_methods_that_need_no_key(shop: Shop) -> None:

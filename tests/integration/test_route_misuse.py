@@ -2,14 +2,16 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import httpx
 import pytest
+import structlog
 from fastapi import FastAPI, HTTPException
 
 from fencepost.devservices import Services
 from fencepost.errors import ConfigurationError
 from producer_sdk.http import Tx
 from tests.support.emptied import emptied
-from tests.support.routes import DOMAIN, Counterpart, OrderIn, PlaceOrder, Shop
+from tests.support.routes import DOMAIN, Counterpart, OrderIn, PlaceOrder, Shop, slug
 from tests.support.session import SharedServices
 
 
@@ -61,6 +63,44 @@ async def test_a_durable_handler_on_an_ordinary_route_ends_the_start_up(
     with pytest.raises(ConfigurationError, match="route orders: "):
         async with app.router.lifespan_context(app):
             pass
+
+
+def never_installed(shop: Shop) -> FastAPI:
+    router = shop.durable.router()
+    router.post("/orders")(shop.orders())
+    app = FastAPI()
+    app.include_router(router)
+    return app
+
+
+def mounted(shop: Shop) -> FastAPI:
+    outer = FastAPI()
+    outer.mount("/", shop.app())
+    return outer
+
+
+@pytest.mark.parametrize("served", [never_installed, mounted])
+async def test_routes_whose_start_up_has_never_run_are_misconfigured_and_say_so_once(
+    shop: Shop, served: Callable[[Shop], FastAPI]
+) -> None:
+    """Nothing passes here: a client that was told 503 would come again for ever."""
+    with structlog.testing.capture_logs() as logs:
+        async with shop.serving(served(shop), ready=False) as http:
+            answers = [await Counterpart(http).order() for _ in range(2)]
+    assert [(slug(answer), answer.status_code) for answer in answers] == [("misconfigured", 500)] * 2
+    assert "retry-after" not in answers[0].headers
+    (told,) = [line for line in logs if line["event"] == "durable_not_installed"]
+    assert "durable.install(app)" in told["remedy"]
+
+
+async def test_an_application_that_has_ended_is_unavailable(shop: Shop) -> None:
+    """Another process may be there already: the client comes again."""
+    app = shop.app()
+    async with shop.serving(app):
+        pass
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://shop") as http:
+        assert slug(await Counterpart(http).order()) == "unavailable"
 
 
 async def test_a_refusal_leaves_no_warning_of_its_connection(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:

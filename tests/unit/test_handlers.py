@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from consumer_sdk.handlers import Handler, Handlers
 from consumer_sdk.loading import load_handlers, load_object
+from consumer_sdk.message_handlers import MessageHandlers
 from fencepost.errors import ConfigurationError
 from fencepost.retry import Retry
 from fencepost.workflows import Workflows
@@ -131,6 +132,7 @@ def test_the_registered_handlers_cannot_be_changed_through_their_view() -> None:
 
 found = Handlers()
 found_workflows = Workflows()
+found_by_mistake = MessageHandlers()
 
 
 @found_workflows.workflow("order")
@@ -156,14 +158,26 @@ def test_workflows_are_found_as_handlers_are() -> None:
         ("no_such_module_here:handlers", "there is no module no_such_module_here"),
         ("json.no_such:handlers", "there is no module json.no_such"),
         (".json:handlers", "full name"),
-        ("json:dumps", "no consumer_sdk.Handlers named dumps"),
-        ("json:absent", "no consumer_sdk.Handlers named absent"),
-        ("json:a:b", "no consumer_sdk.Handlers named a:b"),
+        ("json:dumps", "json:dumps is of type builtins.function; name a consumer_sdk.Handlers$"),
+        ("json:absent", "json has nothing named absent; name a consumer_sdk.Handlers in it"),
+        ("json:a:b", "json has nothing named a:b"),
     ],
 )
 def test_what_cannot_be_found_is_told_with_its_remedy(place: str, remedy: str) -> None:
     with pytest.raises(ConfigurationError, match=remedy):
         load_object(place, Handlers)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "told"),
+    [("found_by_mistake", "is of type consumer_sdk.message_handlers.MessageHandlers"), ("absent", "has nothing named absent")],
+)
+def test_a_worker_that_is_given_something_else_says_what_it_takes(attribute: str, told: str) -> None:
+    """Most often it is the application, and its Durable is what is meant."""
+    with pytest.raises(ConfigurationError, match=told) as raised:
+        load_handlers(f"{__name__}:{attribute}")
+    for taken in ("consumer_sdk.Handlers", "consumer_sdk.Workflows", "producer_sdk.http.Durable"):
+        assert taken in str(raised.value)
 
 
 async def _one(_context: Any) -> None:

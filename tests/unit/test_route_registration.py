@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import pytest
-from fastapi import FastAPI, Form
+from fastapi import Depends, FastAPI, Form
 from fastapi.middleware.gzip import GZipMiddleware
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
@@ -102,6 +102,28 @@ def test_a_plain_function_is_no_handler(durable: Durable) -> None:
 
     with pytest.raises(ConfigurationError, match="async def"):
         durable.route(place_order)(handler)
+
+
+@pytest.mark.parametrize("annotation", [Principal, Principal | None, Annotated[Principal, "who asks"]])
+def test_a_principal_that_the_client_would_send_is_refused(durable: Durable, annotation: Any) -> None:
+    """SEC-5: without Depends it is a field of the body to FastAPI."""
+
+    async def handler(order: OrderIn, user: annotation) -> OrderIn:
+        return order
+
+    with pytest.raises(ConfigurationError, match=r"route handler: user: .*write user: Annotated\[Principal, Depends\("):
+        durable.route(place_order)(handler)
+
+
+def test_a_principal_that_a_dependency_returns_is_taken(durable: Durable) -> None:
+    async def marked(order: OrderIn, user: Annotated[Principal, Depends(current_principal)]) -> OrderIn:
+        return order
+
+    async def by_default(order: OrderIn, user: Principal = Depends(current_principal)) -> OrderIn:  # noqa: B008 - FastAPI's older way
+        return order
+
+    for handler in (marked, by_default):
+        durable.router().post("/orders")(durable.route(place_order)(handler))
 
 
 def test_there_is_one_accepting_transaction(durable: Durable) -> None:

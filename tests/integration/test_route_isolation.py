@@ -1,0 +1,54 @@
+"""Starts of different keys do not meet, whatever isolation level the database begins transactions with."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+import asyncpg
+import pytest
+from fastapi import FastAPI
+
+from producer_sdk.http import Tx
+from tests.support.routes import DOMAIN, OrderIn, PlaceOrder, Shop, bearer
+
+pytestmark = pytest.mark.services
+
+STARTS: Final = 8
+MEETING_SECONDS: Final = 20.0
+
+
+@pytest.fixture
+async def shop(database_url: str) -> AsyncIterator[Shop]:
+    connection = await asyncpg.connect(database_url)
+    await connection.execute(DOMAIN)
+    name = await connection.fetchval("SELECT current_database()")
+    await connection.execute(f"ALTER DATABASE \"{name}\" SET default_transaction_isolation = 'serializable'")
+    yield Shop(database_url, connection)
+    await connection.close()
+
+
+async def test_starts_of_different_keys_do_not_cancel_each_other_under_a_default_of_serializable(shop: Shop) -> None:
+    """All have looked their keys up before the first one writes: PostgreSQL would see them in each other's way."""
+    all_here = asyncio.Barrier(STARTS)
+    levels: set[str] = set()
+
+    async def orders(order: OrderIn, tx: Tx) -> PlaceOrder:
+        levels.add(await tx.fetchval("SHOW transaction_isolation"))
+        async with asyncio.timeout(MEETING_SECONDS):
+            await all_here.wait()
+        return PlaceOrder(user="ada", order=order, row=1)
+
+    router = shop.durable.router()
+    router.post("/orders", status_code=201)(shop.durable.route(shop.workflow, wait_seconds=0)(orders))
+    app = FastAPI()
+    app.include_router(router)
+    shop.durable.install(app)
+    async with shop.serving(app) as http:
+        sent = [
+            http.post("/orders", json={"item": f"book {n}"}, headers=bearer() | {"idempotency-key": f"k-{n}"})
+            for n in range(STARTS)
+        ]
+        answers = await asyncio.gather(*sent)
+    assert [answer.status_code for answer in answers] == [202] * STARTS
+    assert levels == {"read committed"}
+    assert await shop.connection.fetchval("SELECT count(*) FROM fencepost.runs") == STARTS
