@@ -41,11 +41,11 @@ class RunWriter(Protocol):
     async def append_event(self, claim: Claim, event_type: str, detail: Mapping[str, object]) -> int: ...
     async def save_checkpoint(self, state: "AttemptState") -> None: ...
     def transaction(self) -> "AbstractAsyncContextManager[asyncpg.Connection]": ...
-    async def once(self, claim: Claim, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object: ...
+    async def once(self, state: "AttemptState", key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object: ...
 
 
 class AttemptState:
-    """What the worker and a handler's context share of one attempt."""
+    """What the worker and a handler's context share of one attempt. ``codec`` is that of the run's lineage."""
 
     def __init__(self, claim: Claim, *, claimed_at: float, trusted_seconds: float, codec: PayloadCodec = PLAIN) -> None:
         self.claim = claim
@@ -128,6 +128,12 @@ class RunContext:
     def traceparent(self) -> str | None:
         """W3C trace context of the acceptance."""
         return self._state.claim.traceparent
+
+    @property
+    def codec(self) -> PayloadCodec:
+        """What the payloads of this run are stored through. With a ``DataKeyCodec`` it is the lineage's: what a handler
+        encodes with it, for an event or a row of its own, nobody can read any more once the lineage was erased."""
+        return self._state.codec
 
     @property
     def checkpoint(self) -> object:
@@ -225,7 +231,7 @@ class RunContext:
             raise TransactionRequired("a call must not hold a transaction open: make it before or after")
         claim = self._state.claim
         key = EffectKey(str(claim.root_run_id), self.tenant_id, claim.iteration, step or claim.workflow, occurrence, operation)
-        return await self._writer.once(claim, key, request=request, call=call, limits=limits)
+        return await self._writer.once(self._state, key, request=request, call=call, limits=limits)
 
     async def complete(self, output: object = None) -> None:
         """Complete the run now, instead of by the handler's return. Raises ``LeaseLost`` if it is no longer held.

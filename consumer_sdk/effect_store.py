@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
+from uuid import UUID
 
 from consumer_sdk.effects import Answer, CallLimits, EffectKey, Known, RunFence, Taken
 from fencepost.statements import load_statements
@@ -20,6 +21,11 @@ class EffectStore:
     def __init__(self, fetch: Fetch, holder: str) -> None:
         self._fetch = fetch
         self._holder = holder
+
+    async def data_key(self, run_id: UUID, tenant_id: str) -> bytes | None:
+        """The data key of a run's lineage, wrapped; None if it has none, or there is no such run."""
+        rows = await self._fetch("read_data_key", tenant_id, run_id)
+        return rows[0]["wrapped"] if rows else None
 
     async def reserve(
         self,

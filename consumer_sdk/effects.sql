@@ -3,6 +3,11 @@
 -- $1..$6 are the effect's identity: run key, tenant, iteration, step, occurrence, operation. $7..$9 are the lease of the run behind
 -- it, which must hold: run id, owner and generation; all null for a message without a run.
 
+-- name: read_data_key
+-- The data key of the lineage of run $2 of tenant $1, wrapped; null for a run that has none, or is not there. The one statement that is
+-- about no effect.
+SELECT d.wrapped FROM fencepost.read_data_key($1, $2::uuid) AS d;
+
 -- name: reserve_effect
 -- Reserve an effect that nobody has, or take over one that may be called: a reservation left behind (its time is over, or a later
 -- lease asks, of this run or of a replay), or one proven absent. One that was sent before must not be older than $15, or the provider

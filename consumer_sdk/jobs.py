@@ -1,7 +1,7 @@
 """What a worker holds and what it reports: a claimed job, and the ways in which its attempt can end."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 from uuid import UUID
@@ -21,7 +21,8 @@ class JobKey(NamedTuple):
 class Claim:
     """A job leased to this worker. ``attempt_seconds`` is how long this attempt may take from its claim, None without bound.
 
-    ``round_ended_at``: the tenant at which the workflow's round over its tenants ended, where the claim made one.
+    ``round_ended_at``: the tenant at which the workflow's round over its tenants ended, where the claim made one. ``data_key``: the
+    lineage's, wrapped; None if it has none.
     """
 
     key: JobKey
@@ -39,6 +40,7 @@ class Claim:
     created_at: datetime
     is_replay: bool = False
     round_ended_at: str | None = None
+    data_key: bytes | None = field(default=None, repr=False)
 
     @property
     def was_executed(self) -> bool:

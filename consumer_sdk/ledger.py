@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
+from uuid import UUID
 
 from consumer_sdk.classification import classify, proven
 from consumer_sdk.effect_store import EffectStore
@@ -33,7 +34,7 @@ from consumer_sdk.effects import (
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES, encoded
 from fencepost.canonical_json import canonical_json
 from fencepost.clock import lease_clock
-from fencepost.codec import PLAIN, PayloadCodec
+from fencepost.codec import PLAIN, DataKeyCodec, PayloadCodec, lineage_codec
 from fencepost.errors import (
     ConfigurationError,
     EffectFailed,
@@ -83,6 +84,7 @@ class _Wanted:
     call: Call
     limits: CallLimits
     reconciler: Reconciler | None
+    codec: PayloadCodec
 
 
 class _Patience:
@@ -117,16 +119,31 @@ class Ledger:
         self._count = count
 
     async def once(
-        self, key: EffectKey, fence: RunFence, *, request: object, call: Call, limits: CallLimits, reconciler: Reconciler | None
+        self,
+        key: EffectKey,
+        fence: RunFence,
+        *,
+        request: object,
+        call: Call,
+        limits: CallLimits,
+        reconciler: Reconciler | None,
+        codec: PayloadCodec | None = None,
     ) -> object:
-        """The effect's result: of this call, or the recorded one of an earlier.
+        """The effect's result: of this call, or the recorded one of an earlier. ``codec``: what it is stored through; None for
+        the ledger's, or that of the lineage which the effect's run is of.
 
         Raises ``EffectFailed`` for a refusal, now or recorded, ``EffectUnknown`` while its answer is not known, ``EffectMismatch``
         if it is recorded for another request, ``LeaseLost`` if the run is no longer held; what the call raised, if it surely did
         nothing.
         """
         wanted = _Wanted(
-            key=key.checked(), fence=fence, canonical=_canonical(request), call=call, limits=limits, reconciler=reconciler
+            key=key.checked(),
+            fence=fence,
+            canonical=_canonical(request),
+            call=call,
+            limits=limits,
+            reconciler=reconciler,
+            codec=codec or await self._codec_of(key),
         )
         try:
             return await self._once(wanted)
@@ -136,6 +153,16 @@ class Ledger:
         except EffectMismatch:
             self._count("mismatch")
             raise
+
+    async def _codec_of(self, key: EffectKey) -> PayloadCodec:
+        """What is stored of a message that names a run belongs to the run's lineage, and goes with it."""
+        if not isinstance(self._codec, DataKeyCodec):
+            return self._codec
+        try:
+            run_id = UUID(key.run_key)
+        except ValueError:
+            return self._codec  # an event's own key
+        return lineage_codec(self._codec, await self._store.data_key(run_id, key.tenant_id))
 
     async def _once(self, wanted: _Wanted) -> object:
         version = self._secrets.write[0]
@@ -149,7 +176,7 @@ class Ledger:
                 raise LeaseLost("the run is no longer held; the effect was not reserved")
             self._require_same_request(wanted, known)
             if known.state in {"succeeded", "applied", "failed", "disputed"}:
-                return self._recorded_answer(known)
+                return self._recorded_answer(wanted, known)
             if not known.held:
                 raise LeaseLost("the run is no longer held; the effect was left as it is")
             if known.fingerprint_version == version:
@@ -170,11 +197,11 @@ class Ledger:
     async def _known(self, wanted: _Wanted) -> Known | None:
         return await self._store.read(wanted.key, wanted.fence, margin_seconds=_MARGIN_SECONDS, limits=wanted.limits)
 
-    def _recorded_answer(self, known: Known) -> object:
+    def _recorded_answer(self, wanted: _Wanted, known: Known) -> object:
         self._count("replayed")
         if known.state in {"failed", "disputed"}:
             raise EffectFailed(known.error_code or known.state)
-        return None if known.result is None else json.loads(self._codec.decode(known.result))
+        return None if known.result is None else json.loads(wanted.codec.decode(known.result))
 
     async def _come_back(self, wanted: _Wanted, known: Known, patience: _Patience) -> None:
         """Return when it makes sense to look again; otherwise raise ``EffectUnknown``."""
@@ -213,7 +240,7 @@ class Ledger:
             payload = encoded("result", applied.result, most=MAX_OUTPUT_BYTES)
         except InvalidInput as error:
             refused = error
-        await self._finish(wanted, Answer(taken.generation, "succeeded", self._stored(payload), reference))
+        await self._finish(wanted, Answer(taken.generation, "succeeded", _stored(wanted, payload), reference))
         self._count("succeeded")
         if refused is not None:
             raise refused
@@ -280,14 +307,11 @@ class Ledger:
             wanted.fence,
             generation=generation,
             state="applied" if applied else "absent",
-            result=self._stored(encoded("result", applied.result, most=MAX_OUTPUT_BYTES)) if applied else None,
+            result=_stored(wanted, encoded("result", applied.result, most=MAX_OUTPUT_BYTES)) if applied else None,
             reference=_reference(applied) if applied else None,
             asked_at=asked_at,
             limits=wanted.limits,
         )
-
-    def _stored(self, payload: bytes | None) -> bytes | None:
-        return None if payload is None else self._codec.encode(payload)
 
     def _fingerprint(self, version: int, wanted: _Wanted) -> bytes:
         return self._secrets.digest(version, joined(_DOMAIN, wanted.key.operation.encode(), wanted.canonical))
@@ -295,6 +319,10 @@ class Ledger:
     def _require_same_request(self, wanted: _Wanted, known: Known) -> None:
         if not hmac.compare_digest(known.fingerprint, self._fingerprint(known.fingerprint_version, wanted)):
             raise EffectMismatch("the effect is recorded for another request; the handler or its input changed under the run")
+
+
+def _stored(wanted: _Wanted, payload: bytes | None) -> bytes | None:
+    return None if payload is None else wanted.codec.encode(payload)
 
 
 def _questioned(wanted: _Wanted, known: Known, generation: int) -> Effect:

@@ -4,6 +4,7 @@ The job's own budgets, delays and deadline decide then, not the message's. A run
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, cast
@@ -31,7 +32,7 @@ from consumer_sdk.worker_metrics import WorkerMetrics
 from consumer_sdk.worker_settings import WorkerSettings
 from fencepost import __version__
 from fencepost.clock import lease_clock
-from fencepost.codec import PayloadCodec
+from fencepost.codec import PayloadCodec, lineage_codec
 from fencepost.errors import TransientError
 from fencepost.secrets import Secrets
 
@@ -76,7 +77,6 @@ class MessageRuns:
             concurrency=settings.worker_concurrency,
             reconcilers=reconcilers,
             secrets=secrets,
-            codec=codec,
             metrics=metrics,
         )
         self._keeper = LeaseKeeper(store, settings, metrics, answered=lambda: None)
@@ -172,9 +172,11 @@ class MessageRuns:
         async def called(run: RunContext, _input: object) -> object:
             return await cast("MessageFunction", handler.function)(message, MessageContext(state, writer, run))
 
-        # The run's input is left alone, in whatever form it is: the message has its own payload.
-        claim = replace(claim, input=self._codec.encode(b"null"))
-        lease = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds, codec=self._codec)
+        codec = lineage_codec(self._codec, claim.data_key)
+        with contextlib.suppress(ValueError):  # a data key that cannot be unwrapped: the attempt finds that out, and parks the run
+            # The run's input is left alone, in whatever form it is: the message has its own payload.
+            claim = replace(claim, input=codec.encode(b"null"))
+        lease = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=self._settings.trusted_seconds, codec=codec)
         executed = Handler(
             workflow=claim.workflow,
             function=called,

@@ -266,6 +266,7 @@ def _claim(row: Any) -> Claim:
         traceparent=row["traceparent"],
         created_at=row["created_at"],
         round_ended_at=row["round_ended_at"],
+        data_key=row["data_key"],
     )
 
 

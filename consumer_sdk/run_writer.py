@@ -7,7 +7,6 @@ from typing import Final, NoReturn, TypeVar
 from uuid import UUID
 
 import asyncpg
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from consumer_sdk.context import AttemptState
 from consumer_sdk.effect_store import EffectStore
@@ -15,12 +14,12 @@ from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFen
 from consumer_sdk.jobs import Claim, Completion, Continuation, FailedAttempt, JobKey, Release, Settled, Standing
 from consumer_sdk.ledger import Ledger, ledger_secrets
 from consumer_sdk.lineage_bell import LineageBell
+from consumer_sdk.patience import patiently
 from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
 from consumer_sdk.transactions import Transactions, open_effects
 from consumer_sdk.worker_metrics import WorkerMetrics
 from fencepost.batching import Batcher
 from fencepost.clock import lease_clock
-from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.database import StatementPool, translated
 from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
@@ -29,8 +28,6 @@ __all__ = ["RunWriter"]
 
 _Answer = TypeVar("_Answer")
 
-_LEAST_PAUSE_SECONDS: Final = 0.05
-_MOST_PAUSE_SECONDS: Final = 1.0
 _MOST_TRANSACTIONS: Final = 20
 _NOT_WHEN_CANCELLED: Final = frozenset({"complete", "continue_run", "record_steps", "begin_timer"})
 _COMPLETED: Final = Settled(state="completed", reason=None)
@@ -50,7 +47,6 @@ class RunWriter:
         reconcilers: Mapping[str, Reconciler],
         secrets: Secrets | None,
         metrics: WorkerMetrics,
-        codec: PayloadCodec = PLAIN,
         continue_run: Callable[[Continuation], Awaitable[UUID | None]] | None = None,
     ) -> None:
         self._store = store
@@ -64,7 +60,6 @@ class RunWriter:
         self._connections = min(concurrency, _MOST_TRANSACTIONS)
         self._transactions = Transactions(database_url, role=ROLE, size=self._connections, limit_seconds=lease_seconds)
         self._metrics = metrics
-        self._codec = codec
         self._continue_run = continue_run
         self._bell = LineageBell(store.ring_lineages)
         self._opening = asyncio.Lock()
@@ -145,12 +140,12 @@ class RunWriter:
         """A connection with a transaction begun."""
         return self._transactions.begin()
 
-    async def once(self, claim: Claim, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
+    async def once(self, state: AttemptState, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
         """Make an outside effect of the run happen once."""
         ledger = await self._opened_ledger()
-        fence = RunFence(claim.key.run_id, self._worker_id, claim.key.generation)
+        fence = RunFence(state.claim.key.run_id, self._worker_id, state.claim.key.generation)
         reconciler = self._reconcilers.get(key.operation)
-        return await ledger.once(key, fence, request=request, call=call, limits=limits, reconciler=reconciler)
+        return await ledger.once(key, fence, request=request, call=call, limits=limits, reconciler=reconciler, codec=state.codec)
 
     async def close(self) -> None:
         """Close the handlers' connections."""
@@ -168,9 +163,7 @@ class RunWriter:
                 self._effects = await open_effects(
                     self._database_url, role=ROLE, size=self._connections, timeout_seconds=self._lease_seconds
                 )
-                self._ledger = Ledger(
-                    EffectStore(self._effects.fetch, self._worker_id), secrets, codec=self._codec, count=self._metrics.effect
-                )
+                self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets, count=self._metrics.effect)
         return self._ledger
 
     async def _settled(
@@ -184,24 +177,8 @@ class RunWriter:
         return await self.patiently(statement, once, trusted_until)
 
     async def patiently(self, statement: str, once: Callable[[], Awaitable[_Answer]], trusted_until: float) -> _Answer:
-        """Do it, and again while the database is away or the row is locked: for as long as the lease may be trusted, and no longer,
-        since after that the job may be another's."""
-        try:
-            return await once()
-        except TransientError:
-            self._metrics.database_error(statement)
-
-        def over(_: RetryCallState) -> bool:
-            self._metrics.database_error(statement)
-            return lease_clock() >= trusted_until
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(TransientError),
-            wait=wait_random_exponential(multiplier=_LEAST_PAUSE_SECONDS, max=_MOST_PAUSE_SECONDS),
-            stop=over,
-            reraise=True,
-        )
-        return await retrying(once)
+        """Do it, and again while that may help: for as long as the lease may be trusted."""
+        return await patiently(once, until=trusted_until, failed=lambda: self._metrics.database_error(statement))
 
     async def _settled_already(self, statement: str, key: JobKey) -> Settled:
         """A write that was thought unanswered may have been done: then its repetition changes nothing, and all is well."""

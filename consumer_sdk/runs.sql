@@ -96,7 +96,9 @@ leased AS (
 ),
 told AS MATERIALIZED (
     SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.replay_of IS NOT NULL AS is_replay,
-           r.traceparent, r.created_at
+           r.traceparent, r.created_at, (
+               SELECT k.wrapped FROM fencepost.data_keys AS k
+               WHERE k.root_run_id = r.root_run_id AND k.tenant_id = r.tenant_id) AS data_key
     FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
 ),
 attempt AS (
@@ -109,7 +111,7 @@ running AS (
 )
 SELECT t.run_id, t.tenant_id, t.lease_generation, t.attempts, t.max_attempts, t.retry_delay, t.checkpoint, t.attempt_remaining,
        t.workflow, t.workflow_version, t.input, t.root_run_id, t.iteration, t.is_replay, t.traceparent, t.created_at,
-       p.tenant_id AS round_ended_at
+       t.data_key, p.tenant_id AS round_ended_at
 FROM told AS t LEFT JOIN places AS p ON p.workflow = t.workflow
 ORDER BY t.available_at, t.run_id;
 
@@ -151,7 +153,9 @@ leased AS (
 ),
 told AS MATERIALIZED (
     SELECT l.*, r.workflow, r.workflow_version, r.input, r.root_run_id, r.iteration, r.replay_of IS NOT NULL AS is_replay,
-           r.traceparent, r.created_at
+           r.traceparent, r.created_at, (
+               SELECT k.wrapped FROM fencepost.data_keys AS k
+               WHERE k.root_run_id = r.root_run_id AND k.tenant_id = r.tenant_id) AS data_key
     FROM leased AS l JOIN fencepost.runs AS r ON r.run_id = l.run_id AND r.tenant_id = l.tenant_id
 ),
 attempt AS (

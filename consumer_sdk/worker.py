@@ -33,7 +33,7 @@ from consumer_sdk.workflow_store import WorkflowStore
 from consumer_sdk.workflow_writer import WorkflowWriter
 from fencepost import __version__
 from fencepost.clock import lease_clock
-from fencepost.codec import PayloadCodec
+from fencepost.codec import PayloadCodec, lineage_codec
 from fencepost.errors import ConfigurationError, TransientError
 from fencepost.health import HealthServer
 from fencepost.secrets import Secrets
@@ -186,7 +186,6 @@ class Worker:
             reconcilers=self._reconcilers,
             secrets=self._secrets,
             metrics=self._metrics,
-            codec=self._codec,
             continue_run=workflows.continue_run,
         )
         chunks = ChunkWriter(
@@ -203,7 +202,7 @@ class Worker:
                 store=workflows,
                 runs=writer,
                 secrets=self._secrets,
-                publisher=lambda state: Publisher(state.claim, chunks, self._codec),
+                publisher=lambda state: Publisher(state.claim, chunks, state.codec),
             )
         keeper = LeaseKeeper(store, settings, self._metrics, answered=self._database_answered)
         bell: WorkerBell | None = None
@@ -287,7 +286,8 @@ class Worker:
         handler = self._handlers[claim.workflow].of_version(claim.workflow_version)
         claim = replace(claim, attempt_seconds=_shorter(claim.attempt_seconds, handler.attempt_seconds))
         trusted = self._settings.trusted_seconds
-        state = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=trusted, codec=self._codec)
+        codec = lineage_codec(self._codec, claim.data_key)
+        state = AttemptState(claim, claimed_at=claimed_at, trusted_seconds=trusted, codec=codec)
         attempt = Attempt(state, handler=handler, writer=writer, metrics=self._metrics, workflows=self._workflows)
         keeper.add(attempt)
         task = asyncio.create_task(attempt.run())

@@ -1,8 +1,16 @@
-"""The one place where payloads are turned into other bytes and back: encryption, compression, a schema registry's framing."""
+"""The one place where payloads are turned into other bytes and back: encryption, compression, a schema registry's framing.
 
-from typing import Final, Protocol
+A ``PayloadCodec`` is the service's. One that is a ``DataKeyCodec`` as well has another key for each lineage: once that key is
+destroyed, nobody can read what was encoded with it, wherever its bytes are.
+"""
 
-__all__ = ["PLAIN", "PayloadCodec"]
+from functools import cached_property
+from typing import Final, Protocol, runtime_checkable
+
+__all__ = ["MAX_DATA_KEY_BYTES", "PLAIN", "DataKeyCodec", "PayloadCodec", "lineage_codec"]
+
+#: Of a data key as it is stored, wrapped.
+MAX_DATA_KEY_BYTES: Final = 4_096
 
 
 class PayloadCodec(Protocol):
@@ -18,6 +26,24 @@ class PayloadCodec(Protocol):
     def decode(self, payload: bytes) -> bytes: ...
 
 
+@runtime_checkable
+class DataKeyCodec(PayloadCodec, Protocol):
+    """A codec with a data key for each lineage. Its own ``encode`` and ``decode`` serve what belongs to none: messages, effects of
+    messages without a run, and lineages that were accepted before there were data keys."""
+
+    def new_data_key(self) -> bytes | None:
+        """A fresh data key, wrapped by a key of the service: 1 to 4,096 bytes, which are stored beside the lineage.
+
+        None: the lineage gets none, as long as there are processes that could not read it.
+        """
+
+    def with_data_key(self, wrapped: bytes) -> PayloadCodec:
+        """The codec of the one lineage. Raises ``ValueError`` where the data key cannot be unwrapped.
+
+        Called for each claim and for each stream, on the event loop: it must not ask another service.
+        """
+
+
 class _Plain:
     def encode(self, payload: bytes) -> bytes:
         return payload
@@ -28,3 +54,28 @@ class _Plain:
 
 #: Leaves payloads as they are.
 PLAIN: Final[PayloadCodec] = _Plain()
+
+
+def lineage_codec(codec: PayloadCodec, wrapped: bytes | None) -> PayloadCodec:
+    """The codec of a lineage with that data key: ``codec`` itself where either of the two knows of none."""
+    if wrapped is None or not isinstance(codec, DataKeyCodec):
+        return codec
+    return _LineageCodec(codec, wrapped)
+
+
+class _LineageCodec:
+    """Unwraps once, at its first use. So a key that cannot be unwrapped is a payload that cannot be read, to whoever reads one."""
+
+    def __init__(self, service: DataKeyCodec, wrapped: bytes) -> None:
+        self._service = service
+        self._wrapped = wrapped
+
+    def encode(self, payload: bytes) -> bytes:
+        return self._unwrapped.encode(payload)
+
+    def decode(self, payload: bytes) -> bytes:
+        return self._unwrapped.decode(payload)
+
+    @cached_property
+    def _unwrapped(self) -> PayloadCodec:
+        return self._service.with_data_key(self._wrapped)

@@ -14,6 +14,7 @@
         - ``KeyExpired``: the key was used once and its answer is gone; nothing runs a second time.
     - ``RunNotFound``: no such run in this tenant.
     - ``RunChanged``: the run's version is not the one that the caller expected; read it again.
+    - ``RunErased``: the run's lineage was erased; what was said in it is gone for good.
     - ``RunEnded``: the run is already in a terminal state, which the error names.
     - ``ReplayRefused``: the run may not be run anew; the message says why.
     - ``EffectError``: what the ledger says of an outside effect; nothing was sent.
@@ -57,6 +58,7 @@ __all__ = [
     "ReplayRefused",
     "RunChanged",
     "RunEnded",
+    "RunErased",
     "RunNotFound",
     "TransactionRequired",
     "TransientError",
@@ -150,6 +152,10 @@ class RunEnded(FencepostError):
     def __init__(self, state: str) -> None:
         super().__init__(f"the run is already {state}")
         self.state = state
+
+
+class RunErased(FencepostError):
+    """The run's lineage was erased: its payloads and its data key are gone, and nothing brings them back."""
 
 
 class ReplayRefused(FencepostError):

@@ -10,8 +10,8 @@ an event id that the outbox holds, ``ConfigurationError`` when the schema, a gra
 ``accept`` writes a run with all that belongs to it, or finds the run that the key stands for. It raises ``KeyMissing`` and
 ``KeyInvalid`` for the key itself, ``IdempotencyConflict`` where the key belongs to another request, ``InProgress`` while
 another transaction is accepting it, ``KeyExpired`` past its retention: all are ``IdempotencyError``, have a ``code``, started
-nothing and left the transaction usable. ``cancel`` and ``read_run`` raise ``RunNotFound``, ``RunChanged``, ``RunEnded``.
-Every other error of the driver passes through as it is.
+nothing and left the transaction usable. ``cancel`` and ``read_run`` raise ``RunNotFound``, ``RunChanged``, ``RunEnded``, and
+``codec_of`` raises ``RunErased``. Every other error of the driver passes through as it is.
 """
 
 from fencepost.errors import (
@@ -28,6 +28,7 @@ from fencepost.errors import (
     KeyMissing,
     RunChanged,
     RunEnded,
+    RunErased,
     RunNotFound,
     TransactionRequired,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Run",
     "RunChanged",
     "RunEnded",
+    "RunErased",
     "RunNotFound",
     "Scope",
     "Secrets",

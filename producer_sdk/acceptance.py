@@ -118,6 +118,7 @@ class Acceptance:
             command.cost_limit,
             command.traceparent,
             *self._identity(),
+            command.data_key,
         )
 
     def judged(self, answer: Answer) -> Accepted:

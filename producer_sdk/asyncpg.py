@@ -6,6 +6,7 @@ from uuid import UUID
 
 import asyncpg
 
+from fencepost.codec import PayloadCodec
 from fencepost.errors import ConfigurationError, IdempotencyError, InvalidCommand, TransactionRequired
 from fencepost.secrets import Secrets
 from producer_sdk.acceptance import (
@@ -30,6 +31,7 @@ from producer_sdk.runs import (
     cancelled,
     erase_parameters,
     erased,
+    lineage_codec_from,
     read_parameters,
     run_from,
 )
@@ -40,6 +42,7 @@ from producer_sdk.writing import (
     ENQUEUE,
     ENQUEUE_MANY,
     ERASE_LINEAGE,
+    READ_DATA_KEY,
     READ_RUN,
     Parameters,
     Statement,
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 
     Connection: TypeAlias = asyncpg.Connection[Any] | PoolConnectionProxy[Any]
 
-__all__ = ["accept", "accept_many", "cancel", "enqueue", "enqueue_many", "erase", "read_run"]
+__all__ = ["accept", "accept_many", "cancel", "codec_of", "enqueue", "enqueue_many", "erase", "read_run"]
 
 
 async def enqueue(connection: "Connection", event: Event) -> UUID:
@@ -160,6 +163,15 @@ async def erase(connection: "Connection", run_id: UUID, *, tenant_id: str, actor
                 "the database user may not erase; GRANT EXECUTE ON FUNCTION fencepost.erase_lineage"
             ) from error
         raise
+
+
+async def codec_of(connection: "Connection", run_id: UUID, *, tenant_id: str, codec: PayloadCodec) -> PayloadCodec:
+    """The codec of a run's lineage, for whoever reads what its worker encoded by ``context.codec`` or stored; needs no transaction.
+    Keep it no longer than what it reads. ``codec``: the service's.
+
+    Raises ``RunNotFound``, and ``RunErased`` for a lineage of which nothing can be read any more.
+    """
+    return lineage_codec_from(await _row(connection, READ_DATA_KEY, read_parameters(run_id, tenant_id)), codec)
 
 
 async def read_run(connection: "Connection", run_id: UUID, *, tenant_id: str) -> Run:

@@ -9,9 +9,9 @@ from uuid import UUID
 from uuid_utils.compat import uuid7
 
 from fencepost.canonical_json import parse_json
-from fencepost.codec import PLAIN, PayloadCodec
+from fencepost.codec import PLAIN, DataKeyCodec, PayloadCodec, lineage_codec
 from fencepost.errors import InvalidCommand, InvalidJson
-from producer_sdk.command_rules import check_command, check_request, check_stored, cost
+from producer_sdk.command_rules import check_command, check_data_key, check_request, check_stored, cost
 from producer_sdk.identity import request_of
 from producer_sdk.tracing import current_trace
 
@@ -34,8 +34,8 @@ _INPUT: Final = _Input()
 class Command:
     """One piece of work, to be run after the transaction that it is accepted in commits.
 
-    Its ``repr`` leaves out input and request. ``input`` is kept as compact JSON, as the codec encodes it; ``request`` as the values
-    that the fingerprint is made of.
+    Its ``repr`` leaves out input, request and data key. ``input`` is kept as compact JSON, as the codec encodes it; ``request`` as
+    the values that the fingerprint is made of; ``data_key`` wrapped, for a codec that has one for each lineage.
     """
 
     workflow: str
@@ -49,6 +49,7 @@ class Command:
     topic: str
     run_id: UUID
     traceparent: str | None
+    data_key: bytes | None = field(init=False, repr=False)
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Command:
         ``cost_limit``: of all attempts together, in the unit that the handler reports. ``topic``: of the run's events.
         ``run_id``: the id proposed for a new run; defaults to a new UUIDv7. ``traceparent`` defaults to OpenTelemetry's
         current span, where the process uses OpenTelemetry. ``codec``: what makes the stored bytes of the input; give the worker
-        the same.
+        the same. A ``DataKeyCodec`` gives the run a data key, which is stored with it, or dropped where the key finds a run.
 
         Raises ``InvalidCommand``, which names field, limit and remedy and quotes neither input nor request.
         """
@@ -98,7 +99,9 @@ class Command:
         )
         stored = check_command(self, input)
         bound = _bound(stored if isinstance(input, bytes) else input, request)
-        _set(self, {"input": check_stored(codec.encode(stored)), "request": bound})
+        data_key = check_data_key(codec.new_data_key()) if isinstance(codec, DataKeyCodec) else None
+        encoded = lineage_codec(codec, data_key).encode(stored)
+        _set(self, {"input": check_stored(encoded), "request": bound, "data_key": data_key})
 
 
 def _set(command: Command, values: Mapping[str, object]) -> None:

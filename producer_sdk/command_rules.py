@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, Protocol
 from uuid import UUID
 
 from fencepost.canonical_json import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, canonical_json, parse_json
+from fencepost.codec import MAX_DATA_KEY_BYTES
 from fencepost.errors import InvalidCommand, InvalidEvent, InvalidJson
 from producer_sdk.rules import check_optional_text, check_text, check_topic
 
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_SECONDS",
     "MIN_DEADLINE_SECONDS",
     "check_command",
+    "check_data_key",
     "check_expected_version",
     "check_request",
     "check_required_text",
@@ -94,6 +96,14 @@ def check_stored(stored: bytes) -> bytes:
         limit = f"has {len(stored)} bytes as the codec encodes it, may have {MAX_INPUT_BYTES}"
         raise InvalidCommand("input", limit, "store it elsewhere and pass a reference")
     return stored
+
+
+def check_data_key(wrapped: bytes | None) -> bytes | None:
+    """Return a data key as a codec wrapped it; raise ``InvalidCommand`` where the table does not hold that."""
+    if wrapped is not None and not 1 <= len(wrapped) <= MAX_DATA_KEY_BYTES:
+        limit = f"has {len(wrapped)} bytes as the codec wraps it, must have 1 to {MAX_DATA_KEY_BYTES}"
+        raise InvalidCommand("data_key", limit, "wrap the key alone")
+    return wrapped
 
 
 def check_request(request: object, *, field: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Final, Literal
 from uuid import UUID
 
 from fencepost.canonical_json import Json
-from fencepost.errors import InvalidCommand, RunChanged, RunEnded, RunNotFound
+from fencepost.codec import PayloadCodec, lineage_codec
+from fencepost.errors import InvalidCommand, RunChanged, RunEnded, RunErased, RunNotFound
 from producer_sdk.command_rules import check_expected_version, check_required_text, check_words
 from producer_sdk.identity import MAX_TENANT_BYTES
 
@@ -20,6 +21,7 @@ __all__ = [
     "cancelled",
     "erase_parameters",
     "erased",
+    "lineage_codec_from",
     "read_parameters",
     "run_from",
 ]
@@ -134,6 +136,16 @@ def erased(row: Sequence[Any]) -> Erasure:
     match tuple(row):
         case ("erased" | "already_erased" as outcome, runs):
             return Erasure(outcome, runs)
+    raise _not_found()
+
+
+def lineage_codec_from(row: Sequence[Any], codec: PayloadCodec) -> PayloadCodec:
+    """The codec of the lineage whose key the statement ``read_data_key`` found; raise ``RunNotFound`` or ``RunErased``."""
+    match tuple(row):
+        case ("found", wrapped):
+            return lineage_codec(codec, None if wrapped is None else bytes(wrapped))
+        case ("erased", _):
+            raise RunErased("the run's lineage was erased; nobody can read what was encoded for it")
     raise _not_found()
 
 

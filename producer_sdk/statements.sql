@@ -21,15 +21,19 @@ SELECT fencepost.enqueue_many(
 
 -- name: accept
 -- Accepts one command, or finds the run that its key stands for. The isolation level comes along, because it decides whether
--- trying again in this transaction can help.
-SELECT a.outcome, a.accepted_run_id::text AS run_id, a.run_state, a.stored_key_version, a.stored_profile,
-       a.stored_schema_version, a.stored_fingerprint, current_setting('transaction_isolation') AS isolation
-FROM fencepost.accept(
-    tenant_id => $1::text, run_id => $2::uuid, workflow => $3::text, workflow_version => $4::integer, topic => $5::text,
+-- trying again in this transaction can help. A new run's data key, where it has one, is kept here and not in a statement of its own.
+SELECT a.outcome,
+       CASE WHEN a.outcome = 'created' AND k.wrapped IS NOT NULL
+            THEN fencepost.keep_data_key(t.tenant_id, a.accepted_run_id, k.wrapped) ELSE a.accepted_run_id END::text AS run_id,
+       a.run_state, a.stored_key_version, a.stored_profile, a.stored_schema_version, a.stored_fingerprint,
+       current_setting('transaction_isolation') AS isolation
+FROM (SELECT $1::text AS tenant_id) AS t CROSS JOIN LATERAL fencepost.accept(
+    tenant_id => t.tenant_id, run_id => $2::uuid, workflow => $3::text, workflow_version => $4::integer, topic => $5::text,
     input => $6::bytea, delay => make_interval(secs => $7::double precision), max_attempts => $8::integer,
     deadline => make_interval(secs => $9::double precision), cost_limit => $10::numeric, traceparent => $11::text,
     key_versions => $12::smallint[], key_hashes => $13::bytea[], fingerprints => $14::bytea[], written => $15::integer,
-    profile => $16::smallint, retention => make_interval(secs => $17::double precision)) AS a;
+    profile => $16::smallint, retention => make_interval(secs => $17::double precision)) AS a
+CROSS JOIN (SELECT $18::bytea AS wrapped) AS k;
 
 -- name: cancel_run
 -- Cancels a run, or asks its worker to. The last parameter is the version that the caller saw, or null.
@@ -45,6 +49,10 @@ SELECT r.workflow, r.state, r.version, r.attempts, r.output, r.error_code,
        (extract(epoch FROM r.finished_at) * 1000000)::bigint AS finished_at,
        (extract(epoch FROM r.cancel_requested_at) * 1000000)::bigint AS cancel_requested_at
 FROM fencepost.read_run(tenant_id => $1::text, run_id => $2::uuid) AS r;
+
+-- name: read_data_key
+-- The data key of a run's lineage: found, erased or not_found; and wrapped, null if it has none.
+SELECT d.outcome, d.wrapped FROM fencepost.read_data_key(tenant_id => $1::text, run_id => $2::uuid) AS d;
 
 -- name: erase_lineage
 -- Erases the lineage of a run. Not a producer's right: grant the function itself to whoever may.

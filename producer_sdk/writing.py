@@ -28,6 +28,7 @@ __all__ = [
     "ENQUEUE",
     "ENQUEUE_MANY",
     "ERASE_LINEAGE",
+    "READ_DATA_KEY",
     "READ_RUN",
     "Parameters",
     "Statement",
@@ -84,6 +85,7 @@ ENQUEUE_MANY: Final = _statement("enqueue_many")
 ACCEPT: Final = _statement("accept")
 CANCEL_RUN: Final = _statement("cancel_run")
 ERASE_LINEAGE: Final = _statement("erase_lineage")
+READ_DATA_KEY: Final = _statement("read_data_key")
 READ_RUN: Final = _statement("read_run")
 
 

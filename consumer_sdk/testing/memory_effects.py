@@ -42,6 +42,8 @@ class MemoryEffects:
     async def fetch(self, name: str, *arguments: Any) -> Sequence[Answered]:
         """The rows that the statement ``name`` answers with."""
         await asyncio.sleep(0)
+        if name == "read_data_key":
+            return self.read_data_key()
         answer: Answered | None = getattr(self, name)(EffectKey(*arguments[:6]), RunFence(*arguments[6:9]), *arguments[9:])
         return [] if answer is None else [answer]
 
@@ -79,6 +81,10 @@ class MemoryEffects:
         return "resolved"
 
     # The statements. What each may change, and when, is said in effects.sql.
+
+    def read_data_key(self) -> Sequence[Answered]:
+        """Data keys are those of runs, and there are none here."""
+        return []
 
     def reserve_effect(
         self, key: EffectKey, fence: RunFence, holder: str, hold: timedelta, fingerprint: bytes, version: int, provider_key: str,

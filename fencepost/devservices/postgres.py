@@ -41,6 +41,8 @@ SETTINGS: Final[Mapping[str, str]] = {
     "wal_level": "logical",
     "max_prepared_transactions": "50",
     "shared_preload_libraries": "pg_stat_statements",
+    # Room for all databases of a run: one that is counted while others fill the table would lose its rarest statements.
+    "pg_stat_statements.max": "20000",
     "log_line_prefix": "%m [%p] %q%a %d ",
     "log_checkpoints": "off",
 }

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self, TypeVar, assert_never
+from typing import Any, Final, Literal, Self, TypeVar, assert_never
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -105,6 +105,7 @@ class Services:
             for (gid,) in prepared.fetchall():
                 connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
         with psycopg.connect(self.database_url, autocommit=True) as connection:
+            _forget_statements(connection, name)
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def _processes(self, what: str) -> "LocalServices":
@@ -237,6 +238,13 @@ def _both(first: Callable[[], First], second: Callable[[], Second]) -> tuple[Fir
 
 def _database_name(name_or_url: str) -> str:
     return urlsplit(name_or_url).path.lstrip("/") if "://" in name_or_url else name_or_url
+
+
+def _forget_statements(connection: "psycopg.Connection[Any]", database: str) -> None:
+    # Counts outlive their database, and the server's table of them is bounded: they would push out those of living ones.
+    counted = "SELECT to_regproc('pg_stat_statements_reset') IS NOT NULL"
+    if connection.execute(counted).fetchone() == (True,):
+        connection.execute("SELECT pg_stat_statements_reset(0, oid, 0) FROM pg_database WHERE datname = %s", [database])
 
 
 def _with_database(url: str, name: str) -> str:

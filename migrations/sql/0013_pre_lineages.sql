@@ -286,14 +286,16 @@ COMMENT ON FUNCTION fencepost.arm_live IS 'From now until so many milliseconds a
 -- How lineages stand, by their place in the arrays; none for one that is not there. Output and failure come with the end only.
 CREATE FUNCTION fencepost.read_lineages(root_run_ids uuid[], tenant_ids text[])
 RETURNS TABLE (place integer, monitor_id uuid, run_id uuid, iteration integer, state text, parked boolean, dead_reason text,
-               error_code text, output bytea, failure bytea, erased boolean, answer bytea, stream_attempt integer, last_offset bigint)
+               error_code text, output bytea, failure bytea, erased boolean, answer bytea, stream_attempt integer, last_offset bigint,
+               data_key bytea)
 LANGUAGE plpgsql STABLE ROWS 100 SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_column
 BEGIN
     RETURN QUERY
     SELECT g.n::integer, l.monitor_id, r.run_id, r.iteration, r.state, j.state = 'queued' AND j.available_at >= timestamptz '9999-01-01',
            j.dead_reason, r.error_code, r.output, r.failure, r.erased_at IS NOT NULL,
-           CASE WHEN l.answer_run_id = r.run_id THEN l.answer END, s.attempt, c."offset"
+           CASE WHEN l.answer_run_id = r.run_id THEN l.answer END, s.attempt, c."offset",
+           (SELECT x.wrapped FROM fencepost.data_keys AS x WHERE x.root_run_id = g.root_run_id AND x.tenant_id = g.tenant_id)
     FROM unnest(read_lineages.root_run_ids, read_lineages.tenant_ids) WITH ORDINALITY AS g(root_run_id, tenant_id, n)
     CROSS JOIN LATERAL (
         SELECT x.* FROM fencepost.lineages AS x WHERE x.root_run_id = g.root_run_id AND x.tenant_id = g.tenant_id LIMIT 1) AS l
@@ -655,7 +657,8 @@ $$;
 REVOKE ALL ON FUNCTION fencepost.runs_of_lineage, fencepost.erase_dead_letters FROM PUBLIC;
 
 -- Erases a lineage by any of its runs: live runs end as cancelled, and of inputs, results, failures, chunks, checkpoints, details of
--- events, effects' results, dead letters and answers nothing is left, nor of what waits to be published of them. Keys become tombstones.
+-- events, effects' results, dead letters and answers nothing is left, nor of what waits to be published of them. Its data key (0014) is
+-- deleted, and with it every copy of what the key has made. Keys of clients become tombstones.
 -- Identities, times, codes and the story's types stay.
 --   erased · already_erased · not_found
 -- Whoever holds one of the lineage's rows is waited for; should the two deadlock, ask again. A write that was under way finds the
@@ -732,6 +735,7 @@ BEGIN
         runs := runs + 1;
     END LOOP;
     DELETE FROM fencepost.chunks AS c WHERE c.root_run_id = root AND c.tenant_id = tenant_id;
+    DELETE FROM fencepost.data_keys AS k WHERE k.root_run_id = root AND k.tenant_id = tenant_id;
     UPDATE fencepost.lineages AS l SET answer = NULL, answer_run_id = l.newest_run_id
     WHERE l.root_run_id = root AND l.tenant_id = tenant_id;
     INSERT INTO fencepost.audit (actor, command, reason, detail)

@@ -37,9 +37,11 @@ class _LiveChunk(NamedTuple):
 
 
 class LiveQueue:
-    """The live chunks of one stream. ``bell`` is rung for each that is kept, ``dropped`` for each that is not."""
+    """The live chunks of one stream. ``bell`` is rung for each that is kept, ``dropped`` for each that is not. ``codec``: what the
+    lineage's chunks come through."""
 
-    def __init__(self, bell: Callable[[], None], dropped: Callable[[], None]) -> None:
+    def __init__(self, bell: Callable[[], None], dropped: Callable[[], None], codec: PayloadCodec) -> None:
+        self.codec = codec
         self._bell = bell
         self._dropped = dropped
         self._waiting: deque[_LiveChunk] = deque()
@@ -73,8 +75,7 @@ class Live:
     """``hear`` takes what comes in on ``CHANNEL``; ``follow`` gives a stream its part of it. ``dropped`` is told of each that a
     stream could not take."""
 
-    def __init__(self, codec: PayloadCodec = PLAIN, *, dropped: Callable[[], None] = lambda: None) -> None:
-        self._codec = codec
+    def __init__(self, *, dropped: Callable[[], None] = lambda: None) -> None:
         self._dropped = dropped
         self._queues: dict[LineageKey, set[LiveQueue]] = {}
 
@@ -84,9 +85,9 @@ class Live:
         return bool(self._queues)
 
     @contextmanager
-    def follow(self, key: LineageKey, bell: Callable[[], None]) -> Iterator[LiveQueue]:
-        """The live chunks of a lineage, from now on."""
-        queue = LiveQueue(bell, self._dropped)
+    def follow(self, key: LineageKey, bell: Callable[[], None], codec: PayloadCodec = PLAIN) -> Iterator[LiveQueue]:
+        """The live chunks of a lineage, from now on. ``codec``: the lineage's."""
+        queue = LiveQueue(bell, self._dropped, codec)
         self._queues.setdefault(key, set()).add(queue)
         try:
             yield queue
@@ -111,7 +112,7 @@ class Live:
         """Each chunk by itself: one that cannot be read keeps back no other."""
         try:
             queues = self._queues.get(LineageKey(UUID(value["root"]), value["tenant"]), ())
-            chunk = self._read(value) if queues else None
+            chunk = _read(value, next(iter(queues)).codec) if queues else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("live_chunk_not_read", error=type(error).__name__)
             return
@@ -119,18 +120,20 @@ class Live:
             for queue in queues:
                 queue.put(chunk)
 
-    def _read(self, value: Mapping[str, Any]) -> _LiveChunk:
-        attempt, offset = value["before"]
-        shown = {name: value[name] for name in _SHOWN}
-        return _LiveChunk(
-            before=Place(int(attempt), int(offset)),
-            step=(str(value["step"]), int(value["occurrence"])),
-            data=json.dumps(shown | self._content(value)).encode(),
-        )
 
-    def _content(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        if value.get("truncated"):
-            return {"truncated": True}
-        if "encoded" in value:
-            return {"data": json.loads(self._codec.decode(base64.b64decode(value["encoded"], validate=True)))}
-        return {"data": value["data"]}
+def _read(value: Mapping[str, Any], codec: PayloadCodec) -> _LiveChunk:
+    attempt, offset = value["before"]
+    shown = {name: value[name] for name in _SHOWN}
+    return _LiveChunk(
+        before=Place(int(attempt), int(offset)),
+        step=(str(value["step"]), int(value["occurrence"])),
+        data=json.dumps(shown | _content(value, codec)).encode(),
+    )
+
+
+def _content(value: Mapping[str, Any], codec: PayloadCodec) -> dict[str, Any]:
+    if value.get("truncated"):
+        return {"truncated": True}
+    if "encoded" in value:
+        return {"data": json.loads(codec.decode(base64.b64decode(value["encoded"], validate=True)))}
+    return {"data": value["data"]}

@@ -123,7 +123,7 @@ class Runtime:
             await store.close()
             raise
         self.store = store
-        live = Live(self.codec, dropped=lambda: self.metrics.frames("dropped"))
+        live = Live(dropped=lambda: self.metrics.frames("dropped"))
         self.watch = Watch(store, self._url, live=live, listening=self.metrics.listening, read=self.metrics.read)
         self.streams = Streams(store, self.watch, slots=self._stream_slots, live=live, codec=self.codec, metrics=self.metrics)
         self._tasks.append(asyncio.create_task(self._watch()))

@@ -1,7 +1,7 @@
 """The database adapter of durable routes: one method a statement, and no decision of its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -88,7 +88,7 @@ class Standing:
 
     ``parked``: it waits for a person. ``dead_reason`` says why a failed run failed, ``failure`` what its client may know.
     ``answer``: what a route has shaped of the output. ``stream_attempt``: None before the first chunk; ``last_offset``: of its last
-    chunk, None while it has none."""
+    chunk, None while it has none. ``data_key``: the lineage's, wrapped; None if it has none."""
 
     monitor_id: UUID
     run_id: UUID
@@ -103,6 +103,7 @@ class Standing:
     answer: bytes | None
     stream_attempt: int | None
     last_offset: int | None = None
+    data_key: bytes | None = field(default=None, repr=False)
 
     @property
     def ended(self) -> bool:

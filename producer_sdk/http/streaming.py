@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 from starlette.types import Receive, Send
 
-from fencepost.codec import PayloadCodec
+from fencepost.codec import PayloadCodec, lineage_codec
 from fencepost.errors import TransientError
 from producer_sdk.http import frames
 from producer_sdk.http.answers import Answer, pending_answer, problem_answer
@@ -106,11 +106,12 @@ class Streams:
 
     async def _send(self, stream: "_Stream", receive: Receive) -> Answer | None:
         request, follower = stream.request, stream.follower
-        with self._listening(request, follower) as live:
+        codec = lineage_codec(self._codec, None if follower.standing is None else follower.standing.data_key)
+        with self._listening(request, follower, codec) as live:
             reader = StreamReader(
                 self._pages,
                 self._watch,
-                self._codec,
+                codec,
                 follower=follower,
                 cursor=request.cursor,
                 live=live,
@@ -122,11 +123,13 @@ class Streams:
         self._metrics.stream_ended(request.route, end)
         return None
 
-    def _listening(self, request: StreamRequest, follower: Follower) -> AbstractContextManager[LiveQueue | None]:
+    def _listening(
+        self, request: StreamRequest, follower: Follower, codec: PayloadCodec
+    ) -> AbstractContextManager[LiveQueue | None]:
         if not request.live:
             return nullcontext()
         self._watch.look(request.key)  # whoever reads for live streams asks workers to send
-        return self._live.follow(request.key, follower.heard.set)
+        return self._live.follow(request.key, follower.heard.set, codec)
 
     @contextmanager
     def _kept(self, stream: "_Stream") -> "Iterator[_Stream]":

@@ -14,6 +14,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from fencepost.clock import lease_clock
+from fencepost.codec import PayloadCodec, lineage_codec
 from fencepost.errors import TransientError
 from producer_sdk.http.answers import (
     NO_STORE,
@@ -96,9 +97,10 @@ async def final_answer(
 ) -> Answer | None:
     """The final answer of a lineage, None while it has none. ``operation`` None: this process does not know it, or what shapes its
     results. Raises ``TransientError``."""
+    codec = lineage_codec(runtime.codec, standing.data_key)
     if operation is not None and operation.present is not None and _is_to_be_shaped(standing):
         try:
-            shaped = _shaped(runtime, operation, standing)
+            shaped = _shaped(operation, standing, codec)
         except Exception as error:  # noqa: BLE001 - a boundary: the author's function may raise anything, and the stream needs an end
             _log.error("result_not_shaped", route=operation.name, error=type(error).__name__)
             return problem_answer("result-unavailable")
@@ -106,19 +108,19 @@ async def final_answer(
         if kept is None:
             return None  # erased or gone on meanwhile: the next read tells
         standing = replace(standing, answer=kept)
-    return result_answer(standing, runtime.codec, success_status=success_status)
+    return result_answer(standing, codec, success_status=success_status)
 
 
 def _is_to_be_shaped(standing: Standing) -> bool:
     return standing.state == "completed" and not standing.erased and standing.answer is None
 
 
-def _shaped(runtime: Runtime, operation: Operation, standing: Standing) -> bytes:
+def _shaped(operation: Operation, standing: Standing, codec: PayloadCodec) -> bytes:
     assert operation.present is not None
     assert operation.presented is not None
-    result = operation.workflow.result.validate_json(runtime.codec.decode(standing.output or b"null"))
+    result = operation.workflow.result.validate_json(codec.decode(standing.output or b"null"))
     shaped = operation.presented.validate_python(operation.present(result))
-    return runtime.codec.encode(operation.presented.dump_json(shaped, by_alias=True))
+    return codec.encode(operation.presented.dump_json(shaped, by_alias=True))
 
 
 async def _answer(started: Started, receive: Receive) -> Answer:

@@ -16,6 +16,7 @@ from uuid_utils.compat import uuid7
 import producer_sdk.asyncpg
 import producer_sdk.psycopg
 import producer_sdk.sqlalchemy
+from examples.encrypting_codec import EncryptingCodec
 from fencepost.devservices import Services
 from producer_sdk import (
     UNKEYED,
@@ -44,6 +45,7 @@ Open = Callable[..., Writer]
 
 SECRETS = Secrets({1: b"1" * 32}, write=(1,))
 SCOPE = Scope(tenant_id="acme", principal="ana", operation="POST /reports")
+DATA_KEYS = EncryptingCodec({1: b"2" * 32}, write=1)
 BY = {"tenant_id": "acme", "actor": "ana", "reason": "test"}
 OTHER: dict[str, Any] = {"input": {"month": 2}}
 FIVE_TABLES = ("runs", "run_events", "jobs", "idempotency_keys", "outbox")
@@ -170,6 +172,22 @@ def test_an_equal_request_is_replayed_and_another_one_is_a_conflict(writer: Writ
         place_order(writer)
     assert counts(database_url) == [1] * 5
     assert orders(database_url) == 2
+
+
+def test_a_new_run_keeps_its_data_key_and_a_replay_keeps_none(writer: Writer, database_url: str, key: str) -> None:
+    """SEC-9: by every driver, in the transaction that accepts; without a codec that has data keys there is none."""
+    count = "SELECT count(*) FROM fencepost.data_keys"
+    with suppress(RuntimeError), writer.transaction():
+        call(writer, key, codec=DATA_KEYS)
+        raise RuntimeError
+    assert value(database_url, count) == 0
+    first = command(codec=DATA_KEYS)
+    with writer.transaction():
+        accepted = writer.accept(first, SCOPE, key, secrets=SECRETS)
+    assert commit(writer, key, codec=DATA_KEYS).run_id == accepted.run_id == first.run_id
+    assert commit(writer, UNKEYED).created
+    assert bytes(value(database_url, "SELECT wrapped FROM fencepost.data_keys")) == first.data_key
+    assert value(database_url, count) == 1
 
 
 def test_an_expired_key_starts_nothing(writer: Writer, database_url: str, key: str) -> None:

@@ -34,6 +34,7 @@ from fencepost.errors import (
     InvalidInput,
     PermanentError,
     RunEnded,
+    RunErased,
     RunNotFound,
     TransactionRequired,
     TransientError,
@@ -212,6 +213,7 @@ TABLE: list[tuple[str, Exception, Kind, str]] = [
     ("it cannot be done as it is", PermanentError(SECRET), T, "permanent"),
     ("runs do not appear", RunNotFound(SECRET), T, "run_not_found"),
     ("terminal states are final", RunEnded("completed"), T, "run_ended"),
+    ("what was erased does not come back", RunErased(SECRET), T, "run_erased"),
     ("the code lacks a transaction", TransactionRequired(SECRET), T, "transaction_required"),
     # The rest
     ("a model refuses the same input again", invalid_model(), T, "invalid_input"),

@@ -375,7 +375,7 @@ def test_a_key_is_required_and_must_be_well_formed() -> None:
 
 
 def test_a_run_without_a_key_needs_no_secrets() -> None:
-    assert acceptance(key=UNKEYED, secrets=None).parameters()[-6:] == ([], [], [], 0, None, None)
+    assert acceptance(key=UNKEYED, secrets=None).parameters()[-7:] == ([], [], [], 0, None, None, None)
 
 
 @pytest.fixture

@@ -144,8 +144,8 @@ def test_an_encoded_chunk_is_decoded() -> None:
 
         decode = encode
 
-    live = Live(Reversing())
-    with live.follow(KEY, lambda: None) as queue:
+    live = Live()
+    with live.follow(KEY, lambda: None, Reversing()) as queue:
         [value] = json.loads(payload(0, (0, 0), encoded=base64.b64encode(b'"cilbup"').decode()))
         del value["data"]
         live.hear(json.dumps([value]))
