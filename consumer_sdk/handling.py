@@ -64,10 +64,10 @@ class Handling:
         return await self.with_care(delivery, partial(self._attempted, delivery))
 
     async def with_care(self, delivery: Delivery, attempt: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """The outcome of an attempt that raises only what must end the consumer. One that may end its process is counted before it
+        """The outcome of an attempt that may end its process, which raises only what must end the consumer. It is counted before it
         is begun, and is not begun any more in the end."""
         handler = delivery.handler
-        if not delivery.suspect or handler is None:
+        if handler is None:
             return await attempt()
         most = handler.attempts if delivery.redrive is None else 1
         try:

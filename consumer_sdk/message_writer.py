@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from consumer_sdk.consumer_metrics import ConsumerMetrics
 from consumer_sdk.dead_lettering import copy_of
 from consumer_sdk.delivery import Dead, Delivery
-from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.identity import Identity
-from consumer_sdk.ledger import Ledger, ledger_secrets
+from consumer_sdk.late_ledger import LateLedger
 from consumer_sdk.message_context import HandlingState
 from consumer_sdk.message_store import MessageStore
 from consumer_sdk.run_store import ROLE
@@ -84,15 +83,10 @@ class MessageWriter:
         self._holder = holder
         self._dead_letter_topic = dead_letter_topic
         self._reconcilers = reconcilers
-        self._codec = codec
-        self._secrets = secrets
         self._metrics = metrics
         self._transactions = transactions
-        self._open_effects = open_effects
+        self._ledger = LateLedger(open_effects, holder=holder, secrets=secrets, count=metrics.effect, codec=codec)
         self._recording = Batcher[Identity, bool](self._record_all)
-        self._effects: Statements | None = None
-        self._ledger: Ledger | None = None
-        self._opening = asyncio.Lock()
 
     @classmethod
     def on(
@@ -177,7 +171,7 @@ class MessageWriter:
 
     async def once(self, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
         """Make an outside effect of a message happen once."""
-        ledger = await self._opened_ledger()
+        ledger = await self._ledger.opened()
         reconciler = self._reconcilers.get(key.operation)
         return await ledger.once(key, _NO_RUN, request=request, call=call, limits=limits, reconciler=reconciler)
 
@@ -192,19 +186,7 @@ class MessageWriter:
     async def close(self) -> None:
         """Close the connections."""
         self._transactions.close()
-        async with self._opening:  # one that is being opened would be left
-            if self._effects is not None:
-                await self._effects.close()
-
-    async def _opened_ledger(self) -> Ledger:
-        async with self._opening:
-            if self._ledger is None:
-                secrets = ledger_secrets(self._secrets)
-                self._effects = await self._open_effects()
-                self._ledger = Ledger(
-                    EffectStore(self._effects.fetch, self._holder), secrets, codec=self._codec, count=self._metrics.effect
-                )
-        return self._ledger
+        await self._ledger.close()
 
     async def _record_all(self, identities: Sequence[Identity]) -> Sequence[bool]:
         new = set(await self._timed("record", self.store.record(identities)))

@@ -1,18 +1,17 @@
 """Writes what attempts end in: batched, tried again while the lease may be trusted, and told apart when nothing was changed."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Final, NoReturn, TypeVar
 from uuid import UUID
 
 import asyncpg
 
 from consumer_sdk.context import AttemptState
-from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Call, CallLimits, EffectKey, Reconciler, RunFence
 from consumer_sdk.jobs import Claim, Completion, Continuation, FailedAttempt, JobKey, Release, Settled, Standing
-from consumer_sdk.ledger import Ledger, ledger_secrets
+from consumer_sdk.late_ledger import LateLedger
 from consumer_sdk.lineage_bell import LineageBell
 from consumer_sdk.patience import patiently
 from consumer_sdk.run_store import ROLE, RunStore, complete_within, guard_within
@@ -20,7 +19,7 @@ from consumer_sdk.transactions import Transactions, open_effects
 from consumer_sdk.worker_metrics import WorkerMetrics
 from fencepost.batching import Batcher
 from fencepost.clock import lease_clock
-from fencepost.database import StatementPool, translated
+from fencepost.database import translated
 from fencepost.errors import LeaseLost, TransientError
 from fencepost.secrets import Secrets
 
@@ -51,18 +50,16 @@ class RunWriter:
     ) -> None:
         self._store = store
         self._worker_id = worker_id
-        self._database_url = database_url
         self._lease_seconds = lease_seconds
         self._reconcilers = reconcilers
-        self._secrets = secrets
-        self._effects: StatementPool | None = None
-        self._ledger: Ledger | None = None
-        self._connections = min(concurrency, _MOST_TRANSACTIONS)
-        self._transactions = Transactions(database_url, role=ROLE, size=self._connections, limit_seconds=lease_seconds)
+        connections = min(concurrency, _MOST_TRANSACTIONS)
+        self._transactions = Transactions(database_url, role=ROLE, size=connections, limit_seconds=lease_seconds)
+        # On connections of its own: handlers that wait for it must not wait in the way of renewals.
+        effects = partial(open_effects, database_url, role=ROLE, size=connections, timeout_seconds=lease_seconds)
+        self._ledger = LateLedger(effects, holder=worker_id, secrets=secrets, count=metrics.effect)
         self._metrics = metrics
         self._continue_run = continue_run
         self._bell = LineageBell(store.ring_lineages)
-        self._opening = asyncio.Lock()
         self._completions = Batcher[Completion, bool](self._complete_all)
         self._failures = Batcher[FailedAttempt, Settled | None](self._fail_all)
         self._releases = Batcher[Release, Settled | None](self._release_all)
@@ -142,7 +139,7 @@ class RunWriter:
 
     async def once(self, state: AttemptState, key: EffectKey, *, request: object, call: Call, limits: CallLimits) -> object:
         """Make an outside effect of the run happen once."""
-        ledger = await self._opened_ledger()
+        ledger = await self._ledger.opened()
         fence = RunFence(state.claim.key.run_id, self._worker_id, state.claim.key.generation)
         reconciler = self._reconcilers.get(key.operation)
         return await ledger.once(key, fence, request=request, call=call, limits=limits, reconciler=reconciler, codec=state.codec)
@@ -151,20 +148,7 @@ class RunWriter:
         """Close the handlers' connections."""
         await self._bell.close()
         self._transactions.close()
-        async with self._opening:  # one that is being opened would be left
-            if self._effects is not None:
-                await self._effects.close()
-
-    async def _opened_ledger(self) -> Ledger:
-        """The ledger has connections of its own: handlers that wait for it must not wait in the way of renewals."""
-        async with self._opening:
-            if self._ledger is None:
-                secrets = ledger_secrets(self._secrets)
-                self._effects = await open_effects(
-                    self._database_url, role=ROLE, size=self._connections, timeout_seconds=self._lease_seconds
-                )
-                self._ledger = Ledger(EffectStore(self._effects.fetch, self._worker_id), secrets, count=self._metrics.effect)
-        return self._ledger
+        await self._ledger.close()
 
     async def _settled(
         self, statement: str, key: JobKey, write: Callable[[], Awaitable[Settled | None]], trusted_until: float
