@@ -116,7 +116,10 @@ class Attempt:
 
     def _decided(self, ended: Ended) -> tuple[Action, Failure | None]:
         retry = self._handler.retry
-        return decide(self.state, ended, self.reason, retry=retry, random=random.random, workflow=self._definition)
+        try:
+            return decide(self.state, ended, self.reason, retry=retry, random=random.random, workflow=self._definition)
+        except Exception as error:  # noqa: BLE001 - a boundary: a codec is the author's, and no output may end the worker
+            return decide(self.state, Raised(error), self.reason, retry=retry, random=random.random)
 
     async def _handled(self) -> Ended:
         handler, claim = self._handler, self.state.claim
@@ -124,8 +127,9 @@ class Attempt:
             return self._not_executed(handler)
         try:
             payload = self.state.codec.decode(claim.input)
-        except ValueError:
-            return Raised(WorkflowChanged("input: the codec of this worker cannot read what the run was accepted with"))
+        except Exception as error:  # noqa: BLE001 - a boundary: a codec is the author's, and no input may end the worker
+            told = f"input: the codec of this worker cannot read what the run was accepted with ({type(error).__name__})"
+            return Raised(WorkflowChanged(told))
         try:
             value = handler.parse(payload)
         except Exception as refused:  # noqa: BLE001 - a boundary: the model is the author's, and no input may end the worker

@@ -22,10 +22,10 @@ class EffectStore:
         self._fetch = fetch
         self._holder = holder
 
-    async def data_key(self, run_id: UUID, tenant_id: str) -> bytes | None:
-        """The data key of a run's lineage, wrapped; None if it has none, or there is no such run."""
-        rows = await self._fetch("read_data_key", tenant_id, run_id)
-        return rows[0]["wrapped"] if rows else None
+    async def data_key(self, run_id: UUID, tenant_id: str) -> tuple[bool, bytes | None]:
+        """Whether a run's lineage was erased, and its data key, wrapped; None if it has none, or there is no such run."""
+        row = (await self._fetch("read_data_key", tenant_id, run_id))[0]
+        return row["outcome"] == "erased", row["wrapped"]
 
     async def reserve(
         self,

@@ -143,7 +143,7 @@ class Answer(NamedTuple):
 class Known:
     """What the ledger knows of an effect. ``held``: the run that asks is. ``lapsed``: the call must have ended, and nobody has said
     how. ``forgotten``: it could be sent again, but the provider may no longer know its key. ``wait_seconds``: until whoever has it
-    must have let go; ``proof_seconds``: until absence counts."""
+    must have let go; ``proof_seconds``: until absence counts. ``result_is_plain``: a person gave it, and no codec reads it."""
 
     state: str
     generation: int
@@ -152,6 +152,7 @@ class Known:
     provider_key: str
     provider_reference: str | None
     result: bytes | None
+    result_is_plain: bool | None
     error_code: str | None
     sends: int
     sent_at: datetime | None

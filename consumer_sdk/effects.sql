@@ -4,22 +4,22 @@
 -- it, which must hold: run id, owner and generation; all null for a message without a run.
 
 -- name: read_data_key
--- The data key of the lineage of run $2 of tenant $1, wrapped; null for a run that has none, or is not there. The one statement that is
--- about no effect.
-SELECT d.wrapped FROM fencepost.read_data_key($1, $2::uuid) AS d;
+-- The data key of the lineage of run $2 of tenant $1, wrapped; null for a run that has none, or is not there. `outcome` is erased if
+-- the lineage is. The one statement that is about no effect.
+SELECT d.outcome, d.wrapped FROM fencepost.read_data_key($1, $2::uuid) AS d;
 
 -- name: reserve_effect
 -- Reserve an effect that nobody has, or take over one that may be called: a reservation left behind (its time is over, or a later
 -- lease asks, of this run or of a replay), or one proven absent. One that was sent before must not be older than $15, or the provider
 -- may have forgotten its key. $10 holder, $11 for how long, $12 fingerprint, $13 version of its secret, $14 the provider's key.
--- No row: read it.
+-- No row: read it. A message may be about a run whose lineage was erased, and nothing new is kept of that.
 INSERT INTO fencepost.effects AS e (run_key, tenant_id, iteration, step, occurrence, operation, state, run_id, run_generation, holder,
                                     held_until, fingerprint, fingerprint_version, provider_key)
 SELECT $1, $2, $3, $4, $5, $6, 'reserved', $7::uuid, $9::bigint, $10, clock_timestamp() + $11::interval, $12, $13, $14
-WHERE $7::uuid IS NULL OR EXISTS (
+WHERE CASE WHEN $7::uuid IS NULL THEN NOT fencepost.is_erased($1, $2) ELSE EXISTS (
     SELECT FROM fencepost.jobs AS j
     WHERE j.run_id = $7 AND j.tenant_id = $2 AND j.state = 'leased' AND j.lease_owner = $8 AND j.lease_generation = $9
-      AND j.lease_expires_at > clock_timestamp() AND j.cancel_requested_at IS NULL)
+      AND j.lease_expires_at > clock_timestamp() AND j.cancel_requested_at IS NULL) END
 ON CONFLICT (run_key, tenant_id, iteration, step, occurrence, operation) DO UPDATE
 SET state = 'reserved', generation = e.generation + 1, run_id = excluded.run_id, run_generation = excluded.run_generation,
     holder = excluded.holder, held_until = excluded.held_until
@@ -33,15 +33,18 @@ WHERE e.fingerprint = excluded.fingerprint AND e.fingerprint_version = excluded.
 RETURNING e.generation, e.provider_key, e.sends;
 
 -- name: read_effect
--- What is known of an effect. `held`: the run is, so somebody who may call asks. `lapsed`: the call that was sent must have ended
+-- What is known of an effect. `held`: the run is, or was not erased, so somebody who may call asks. `lapsed`: the call that was sent must have ended
 -- longer than $10 ago, and nobody has said how. `forgotten`: to be sent again, but first sent longer than $12 ago. `wait_seconds`:
 -- until whoever has it must have let go; `proof_seconds`: until $11 after the call's end, when absence counts.
-SELECT e.state, e.generation, e.fingerprint, e.fingerprint_version, e.provider_key, e.provider_reference, e.result, e.error_code,
-       e.sends, e.sent_at,
-       $7::uuid IS NULL OR EXISTS (
+SELECT e.state, e.generation, e.fingerprint, e.fingerprint_version, e.provider_key, e.provider_reference, e.result, e.result_is_plain,
+       e.error_code, e.sends, e.sent_at,
+       CASE WHEN $7::uuid IS NULL THEN NOT EXISTS (
+           SELECT FROM fencepost.runs AS r
+           WHERE r.run_id = fencepost.run_of_key($1) AND r.tenant_id = $2 AND r.erased_at IS NOT NULL)
+       ELSE EXISTS (
            SELECT FROM fencepost.jobs AS j
            WHERE j.run_id = $7 AND j.tenant_id = $2 AND j.state = 'leased' AND j.lease_owner = $8 AND j.lease_generation = $9
-             AND j.lease_expires_at > t.now AND j.cancel_requested_at IS NULL) AS held,
+             AND j.lease_expires_at > t.now AND j.cancel_requested_at IS NULL) END AS held,
        e.state = 'sent' AND e.deadline_at + $10::interval <= t.now AS lapsed,
        (e.state = 'absent' OR e.state = 'reserved' AND e.held_until <= t.now)
            AND (e.first_sent_at + $12::interval <= t.now) IS TRUE AS forgotten,
@@ -66,7 +69,8 @@ RETURNING e.generation;
 -- name: finish_effect
 -- How the call ended: $11 state (succeeded, failed, unknown, or absent where the provider surely did nothing), $12 result,
 -- $13 provider's reference, $14 error class, $15 error code; made under generation $10. A cancellation that was asked for meanwhile
--- does not take the answer away.
+-- does not take the answer away. The job's row is locked, here and in reconcile_effect, which alone write what was said: an erasure that
+-- is under way has not seen an effect that was reserved since, and would leave its result.
 UPDATE fencepost.effects AS e
 SET state = $11, result = $12, provider_reference = coalesce($13, e.provider_reference), error_class = $14, error_code = $15,
     finished_at = CASE WHEN $11 IN ('succeeded', 'failed') THEN clock_timestamp() END
@@ -75,7 +79,8 @@ WHERE e.run_key = $1 AND e.tenant_id = $2 AND e.iteration = $3 AND e.step = $4 A
   AND ($7::uuid IS NULL OR EXISTS (
     SELECT FROM fencepost.jobs AS j
     WHERE j.run_id = $7 AND j.tenant_id = $2 AND j.state = 'leased' AND j.lease_owner = $8 AND j.lease_generation = $9
-      AND j.lease_expires_at > clock_timestamp()))
+      AND j.lease_expires_at > clock_timestamp()
+    FOR KEY SHARE))
 RETURNING e.generation;
 
 -- name: question_effect
@@ -85,10 +90,10 @@ UPDATE fencepost.effects AS e
 SET state = 'unknown', generation = e.generation + 1, run_id = $7::uuid, run_generation = $9, holder = $12
 WHERE e.run_key = $1 AND e.tenant_id = $2 AND e.iteration = $3 AND e.step = $4 AND e.occurrence = $5 AND e.operation = $6
   AND e.generation = $10 AND (e.state = 'unknown' OR e.state = 'sent' AND e.deadline_at + $11::interval <= clock_timestamp())
-  AND ($7::uuid IS NULL OR EXISTS (
+  AND CASE WHEN $7::uuid IS NULL THEN NOT fencepost.is_erased($1, $2) ELSE EXISTS (
     SELECT FROM fencepost.jobs AS j
     WHERE j.run_id = $7 AND j.tenant_id = $2 AND j.state = 'leased' AND j.lease_owner = $8 AND j.lease_generation = $9
-      AND j.lease_expires_at > clock_timestamp()))
+      AND j.lease_expires_at > clock_timestamp()) END
 RETURNING e.generation, clock_timestamp() AS asked_at;
 
 -- name: reconcile_effect
@@ -103,5 +108,6 @@ WHERE e.run_key = $1 AND e.tenant_id = $2 AND e.iteration = $3 AND e.step = $4 A
   AND ($7::uuid IS NULL OR EXISTS (
     SELECT FROM fencepost.jobs AS j
     WHERE j.run_id = $7 AND j.tenant_id = $2 AND j.state = 'leased' AND j.lease_owner = $8 AND j.lease_generation = $9
-      AND j.lease_expires_at > clock_timestamp()))
+      AND j.lease_expires_at > clock_timestamp()
+    FOR KEY SHARE))
 RETURNING e.generation;

@@ -119,7 +119,7 @@ def _as_run_id(run_key: str) -> UUID | None:
 def _print_effect(row: Mapping[str, Any]) -> None:
     typer.echo(f"\n{printable(row['operation'])}, step {printable(_step(row))}: {row['state']}")
     for name, text in _facts(row):
-        typer.echo(textwrap.fill(printable(text), width(), initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
+        typer.echo(textwrap.fill(printable(text), width(), initial_indent=f"  {name:<11}", subsequent_indent=" " * 13))
 
 
 def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:

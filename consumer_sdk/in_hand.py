@@ -3,6 +3,7 @@ the offset of its partition.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -23,6 +24,8 @@ _log = structlog.get_logger(__name__)
 # What a handler may need to clean up, after its time or after it was cancelled.
 _MARGIN_SECONDS: Final = 5.0
 _TOLD_AT_ONCE: Final = 5
+# uvloop's timers are of whole milliseconds, and ring before a moment that lies between two.
+_EARLY_SECONDS: Final = 0.001
 _REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass; a restart of the process frees the partition"
 
 
@@ -35,7 +38,9 @@ class AttemptDeadline(Retryable):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """Cancels as ``asyncio.timeout`` does, and raises ``AttemptDeadline`` where nobody else had cancelled the task as well."""
+    """Cancels as ``asyncio.timeout`` does. Raises ``AttemptDeadline`` where nobody else had cancelled the task as well, or
+    where the handler or the driver has made an error of the cancellation.
+    """
 
     all: "InHand"
     handler: MessageHandler
@@ -53,7 +58,10 @@ class _Held:
 
     def __exit__(self, _class: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
         self.all.put_down(self)
-        if self.expired and self.task.uncancel() <= self.cancelling and isinstance(error, asyncio.CancelledError | TransientError):
+        if not self.expired:
+            return
+        alone = self.task.uncancel() <= self.cancelling
+        if isinstance(error, TimeoutError | TransientError) or (alone and isinstance(error, asyncio.CancelledError)):
             raise AttemptDeadline from error
 
     def expire(self) -> None:
@@ -67,7 +75,8 @@ class InHand:
 
     def __init__(self) -> None:
         self._held: set[_Held] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._looks_at = math.inf  # a timer need not know: uvloop makes a plain handle of one that is due
 
     def held(self, handler: MessageHandler, deliveries: Sequence[Delivery], *, since: float, limited: bool = True) -> _Held:
         """These are in the handler's hand for as long as the block lasts. ``limited``: for as long as the handler may, at most."""
@@ -82,7 +91,7 @@ class InHand:
         assert task is not None
         one.task, one.cancelling = task, task.cancelling()
         one.until = asyncio.get_running_loop().time() + one.limit_seconds
-        if self._timer is None or one.until < self._timer.when():
+        if one.until < self._looks_at:
             self._look_at(one.until)
 
     def put_down(self, one: _Held) -> None:
@@ -92,11 +101,11 @@ class InHand:
     def _look_at(self, moment: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(moment, self._expire)
+        self._timer, self._looks_at = asyncio.get_running_loop().call_at(moment, self._expire), moment
 
     def _expire(self) -> None:
-        self._timer = None
-        now = asyncio.get_running_loop().time()
+        self._timer, self._looks_at = None, math.inf
+        now = asyncio.get_running_loop().time() + _EARLY_SECONDS
         running = [one for one in self._held if one.limit_seconds is not None and not one.expired]
         for one in running:
             if one.until <= now:

@@ -12,6 +12,7 @@ from consumer_sdk.evidence import problems_of
 from consumer_sdk.identity import Identity, event_key, place_key, step_key
 from consumer_sdk.message import Message, NotAMessage, Record, fill
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
+from fencepost.wire import RUN_EVENT_TYPES
 
 if TYPE_CHECKING:
     from consumer_sdk.incarnation import Incarnation
@@ -116,8 +117,10 @@ class Intake:
             return None, Refusal("too_old", "consumer_sdk.TooOld", "older_than_ledger")
         if message.payload is None:
             return None, None if handler.tombstones else Refusal("tombstone", "consumer_sdk.Tombstone", "tombstone")
+        payload = message.payload
         try:
-            payload = self._handlers.codec.decode(message.payload)
+            if not message.type.startswith(RUN_EVENT_TYPES):
+                payload = self._handlers.codec.decode(payload)
         except Exception as error:  # noqa: BLE001 - a boundary: a codec is the author's
             return None, Refusal("undecodable", type(error).__qualname__, "codec_failed")
         try:

@@ -42,6 +42,7 @@ from fencepost.errors import (
     EffectUnknown,
     InvalidInput,
     LeaseLost,
+    RunErased,
     TransientError,
 )
 from fencepost.secrets import Secrets, joined
@@ -133,8 +134,8 @@ class Ledger:
         the ledger's, or that of the lineage which the effect's run is of.
 
         Raises ``EffectFailed`` for a refusal, now or recorded, ``EffectUnknown`` while its answer is not known, ``EffectMismatch``
-        if it is recorded for another request, ``LeaseLost`` if the run is no longer held; what the call raised, if it surely did
-        nothing.
+        if it is recorded for another request, ``LeaseLost`` if the run is no longer held, ``RunErased`` if a message is about a run
+        that was erased; what the call raised, if it surely did nothing.
         """
         wanted = _Wanted(
             key=key.checked(),
@@ -158,11 +159,16 @@ class Ledger:
         """What is stored of a message that names a run belongs to the run's lineage, and goes with it."""
         if not isinstance(self._codec, DataKeyCodec):
             return self._codec
+        _, data_key = await self._lineage(key)
+        return lineage_codec(self._codec, data_key)
+
+    async def _lineage(self, key: EffectKey) -> tuple[bool, bytes | None]:
+        """Whether the lineage of the effect's run was erased, and its data key. An event's own key names no run."""
         try:
             run_id = UUID(key.run_key)
         except ValueError:
-            return self._codec  # an event's own key
-        return lineage_codec(self._codec, await self._store.data_key(run_id, key.tenant_id))
+            return False, None
+        return await self._store.data_key(run_id, key.tenant_id)
 
     async def _once(self, wanted: _Wanted) -> object:
         version = self._secrets.write[0]
@@ -173,15 +179,21 @@ class Ledger:
                 return await self._called(wanted, taken)
             known = await self._known(wanted)
             if known is None:
-                raise LeaseLost("the run is no longer held; the effect was not reserved")
+                raise await self._refusal(wanted)
             self._require_same_request(wanted, known)
             if known.state in {"succeeded", "applied", "failed", "disputed"}:
                 return self._recorded_answer(wanted, known)
             if not known.held:
-                raise LeaseLost("the run is no longer held; the effect was left as it is")
+                raise await self._refusal(wanted)
             if known.fingerprint_version == version:
                 await self._come_back(wanted, known, patience)
             version = known.fingerprint_version  # a row of before the secret was replaced is had under the secret it has
+
+    async def _refusal(self, wanted: _Wanted) -> Exception:
+        """Why an effect is not to be had by whoever asks."""
+        if wanted.fence.run_id is None and (await self._lineage(wanted.key))[0]:
+            return RunErased("the run that the message is about was erased; nothing new is done for it")
+        return LeaseLost("the run is no longer held; the effect was left as it is")
 
     async def _reserved(self, wanted: _Wanted, version: int) -> Taken | None:
         return await self._store.reserve(
@@ -201,7 +213,9 @@ class Ledger:
         self._count("replayed")
         if known.state in {"failed", "disputed"}:
             raise EffectFailed(known.error_code or known.state)
-        return None if known.result is None else json.loads(wanted.codec.decode(known.result))
+        if known.result is None:
+            return None
+        return json.loads(known.result if known.result_is_plain else wanted.codec.decode(known.result))
 
     async def _come_back(self, wanted: _Wanted, known: Known, patience: _Patience) -> None:
         """Return when it makes sense to look again; otherwise raise ``EffectUnknown``."""

@@ -103,7 +103,8 @@ class MessageContext:
         numbers its ``occurrence``.
 
         Raises ``EffectFailed`` for a refusal, this time's or a recorded one; ``EffectUnknown`` while nobody knows the answer;
-        ``LeaseLost`` where another delivery took over; and what ``call`` raised, where it surely did nothing.
+        ``LeaseLost`` where another delivery took over; ``RunErased`` where the run that the message names was erased; and what
+        ``call`` raised, where it surely did nothing.
         """
         self._refuse_after_end()
         if self.in_transaction:

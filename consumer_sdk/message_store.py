@@ -12,6 +12,7 @@ from consumer_sdk.delivery import Dead, Redrive
 from consumer_sdk.identity import Identity
 from consumer_sdk.message import Record
 from consumer_sdk.run_store import PLANNER, ROLE
+from consumer_sdk.transactions import whole_milliseconds
 from fencepost.database import StatementPool, Statements
 from fencepost.statements import load_statements
 
@@ -190,7 +191,7 @@ def _headers(record: Record) -> tuple[list[bytes], list[bytes | None]]:
 
 
 def _bounds(limit_seconds: float) -> tuple[str, str]:
-    milliseconds = str(max(int(limit_seconds * 1000), 1))
+    milliseconds = str(whole_milliseconds(limit_seconds))
     return milliseconds, milliseconds
 
 

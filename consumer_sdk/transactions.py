@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     _Proxy = PoolConnectionProxy
 
-__all__ = ["HandlerConnection", "Transactions", "open_effects"]
+__all__ = ["HandlerConnection", "Transactions", "open_effects", "whole_milliseconds"]
 
 _RECORD: Final = load_statements("consumer_sdk", "messages.sql")["record_message"]
 _GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
@@ -33,6 +33,8 @@ _CUT: Final = (TimeoutError, asyncio.CancelledError, asyncpg.ReadOnlySQLTransact
 
 _SILENCE_SECONDS: Final = 5.0
 _IDLE_SECONDS: Final = 300.0
+# The most that a setting of PostgreSQL's holds: 24 days. A handler may take longer.
+_MOST_MILLISECONDS: Final = 2**31 - 1
 
 
 class HandlerConnection(asyncpg.Connection):
@@ -178,7 +180,9 @@ class Transactions:
     def _session_settings(self) -> dict[str, str]:
         if self._session_bound is None:
             return {}
-        return dict.fromkeys(("statement_timeout", "idle_in_transaction_session_timeout"), str(_milliseconds(self._session_bound)))
+        return dict.fromkeys(
+            ("statement_timeout", "idle_in_transaction_session_timeout"), str(whole_milliseconds(self._session_bound))
+        )
 
     def _sweep(self) -> None:
         """Close those that nobody has needed for long. They are the first: each was there when another was taken."""
@@ -194,8 +198,7 @@ class _Work:
     connection ends.
 
     What fails before COMMIT is undone. Of a COMMIT without an answer nobody knows: ``Ambiguous``. Left open by a handler that
-    hangs it must not outlive the lease: it would hold locks and the horizon. The limits are the transaction's, so a pooler
-    may stand between.
+    hangs it must not outlive the lease: it would hold locks and the horizon. Behind a pooler the limits are the transaction's.
     """
 
     _connection: HandlerConnection
@@ -264,14 +267,15 @@ class _Recorded(_Work):
         return cast("asyncpg.Connection", self._lent) if await self._begin() else None
 
 
-def _milliseconds(seconds: float) -> int:
-    return max(int(seconds * 1000), 1)
+def whole_milliseconds(seconds: float) -> int:
+    """A bound as PostgreSQL takes it."""
+    return min(max(int(seconds * 1000), 1), _MOST_MILLISECONDS)
 
 
 @cache
 def _local_bounds(seconds: float) -> str:
     """Numbers of our own: nothing to quote."""
-    limit = _milliseconds(seconds)
+    limit = whole_milliseconds(seconds)
     return f"SET LOCAL statement_timeout = {limit}; SET LOCAL idle_in_transaction_session_timeout = {limit}; "
 
 

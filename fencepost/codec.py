@@ -17,8 +17,9 @@ class PayloadCodec(Protocol):
     """``decode`` is a pure function of the bytes, and raises ``ValueError`` for those that it cannot read; ``encode`` may draw a
     nonce, so one payload may become other bytes each time. What it made must stay readable for as long as it is stored.
 
-    Messages are decoded before they are validated. Inputs, results, failures, checkpoints and chunks of runs, and results of
-    effects and steps, are encoded before they are stored, and decoded before anybody gets them again.
+    Messages are decoded before they are validated, but for events of runs, which Fencepost writes. Inputs, results, failures,
+    checkpoints and chunks of runs, and results of effects and steps, are encoded before they are stored, and decoded before anybody
+    gets them again.
     """
 
     def encode(self, payload: bytes) -> bytes: ...
@@ -78,4 +79,10 @@ class _LineageCodec:
 
     @cached_property
     def _unwrapped(self) -> PayloadCodec:
-        return self._service.with_data_key(self._wrapped)
+        try:
+            return self._service.with_data_key(self._wrapped)
+        except ValueError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a boundary: a codec is the author's
+            # Without its cause: that error may carry the key.
+            raise ValueError(f"the data key cannot be unwrapped: {type(error).__name__}") from None

@@ -30,6 +30,7 @@ __all__ = [
     "MAX_TOPIC_CHARACTERS",
     "MAX_TRACESTATE_BYTES",
     "RESERVED_HEADERS",
+    "RUN_EVENT_TYPES",
     "RESERVED_HEADER_PREFIXES",
     "SCHEMA_VERSION",
     "SPEC_VERSION",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 SPEC_VERSION: Final = "1.0"
+#: Types of what Fencepost says of runs. It has no codec: the payload is JSON of ids, times and codes, and of what an author told.
+RUN_EVENT_TYPES: Final = ("fencepost.run_", "fencepost.workflow.")
 
 CE_SPEC_VERSION: Final = "ce_specversion"
 CE_ID: Final = "ce_id"

@@ -100,6 +100,8 @@ def check_stored(stored: bytes) -> bytes:
 
 def check_data_key(wrapped: bytes | None) -> bytes | None:
     """Return a data key as a codec wrapped it; raise ``InvalidCommand`` where the table does not hold that."""
+    if wrapped is not None and not isinstance(wrapped, bytes):
+        raise InvalidCommand("data_key", "must be bytes as the codec wraps it", "return bytes from new_data_key")
     if wrapped is not None and not 1 <= len(wrapped) <= MAX_DATA_KEY_BYTES:
         limit = f"has {len(wrapped)} bytes as the codec wraps it, must have 1 to {MAX_DATA_KEY_BYTES}"
         raise InvalidCommand("data_key", limit, "wrap the key alone")

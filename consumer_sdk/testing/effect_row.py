@@ -31,6 +31,7 @@ class EffectRow:
     provider_key: str | None = None
     provider_reference: str | None = None
     result: bytes | None = None
+    result_is_plain: bool | None = None
     error_class: str | None = None
     error_code: str | None = None
     sends: int = 0

@@ -20,8 +20,8 @@ __all__ = ["MemoryEffects"]
 _ANSWERS: Final = frozenset({"succeeded", "failed", "unknown", "absent"})
 _RESOLUTIONS: Final = frozenset({"applied", "absent", "disputed"})
 _READ: Final = (
-    "state", "generation", "fingerprint", "fingerprint_version", "provider_key", "provider_reference", "result", "error_code",
-    "sends", "sent_at",
+    "state", "generation", "fingerprint", "fingerprint_version", "provider_key", "provider_reference", "result",
+    "result_is_plain", "error_code", "sends", "sent_at",
 )  # fmt: skip
 
 Answered = Mapping[str, Any]
@@ -74,7 +74,8 @@ class MemoryEffects:
             return "not_open"
         # Absent begins anew: how long the provider knows the key counts from the next sending.
         self._rows[key] = replace(
-            row, state=resolution, generation=generation + 1, result=result, held_until=None,
+            row, state=resolution, generation=generation + 1, result=result,
+            result_is_plain=None if result is None else True, held_until=None,
             first_sent_at=None if absent else row.first_sent_at, provider_reference=_kept(reference, row),
             finished_at=None if absent else self.clock.now(),
         )  # fmt: skip
@@ -84,7 +85,7 @@ class MemoryEffects:
 
     def read_data_key(self) -> Sequence[Answered]:
         """Data keys are those of runs, and there are none here."""
-        return []
+        return [{"outcome": "not_found", "wrapped": None}]
 
     def reserve_effect(
         self, key: EffectKey, fence: RunFence, holder: str, hold: timedelta, fingerprint: bytes, version: int, provider_key: str,

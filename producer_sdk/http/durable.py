@@ -18,7 +18,6 @@ from producer_sdk.acceptance import KEY_RETENTION_SECONDS
 from producer_sdk.http.metrics import RouteMetrics
 from producer_sdk.http.operation import Operation, Reply, Site, check_between, check_handler
 from producer_sdk.http.principal import Principal
-from producer_sdk.http.problems import Refused
 from producer_sdk.http.routing import OPERATION, DurableRoute
 from producer_sdk.http.runtime import Runtime
 from producer_sdk.http.settings import RouteSettings, load_route_settings
@@ -223,13 +222,12 @@ class Durable(Workflows):
         )
 
     def usable_runtime(self) -> Runtime:
-        """The runtime of the application that runs. Raises ``TransientError`` while the database has not answered, and once the
-        application has ended; ``Refused`` where its start-up has never run."""
+        """The runtime of the application that runs. Raises ``TransientError`` while the database has not answered, before the
+        application's start-up has run, and once it has ended."""
         if not self.started:
             self._tell_once()
-            raise Refused("misconfigured")
         if self.runtime is None or not self.runtime.ready.is_set():
-            raise TransientError("the database has not answered yet, or the application has ended")
+            raise TransientError("the database has not answered yet, or the application's start-up has not run, or it has ended")
         return self.runtime
 
     def _tell_once(self) -> None:

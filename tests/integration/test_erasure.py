@@ -276,8 +276,8 @@ async def test_messages_of_its_runs_that_were_given_up(
 
 #: What a worker is about to write, and how its statement is called.
 WRITES: Final = {
-    "step": "record_steps", "publish": "publish_chunks", "once": "finish_effect", "save": "renew", "event": "append_event",
-    "continue": "continue_run", "complete": "complete", "fail": "fail",
+    "step": "record_steps", "publish": "publish_chunks", "once": "finish_effect", "begin": "finish_effect", "save": "renew",
+    "event": "append_event", "continue": "continue_run", "complete": "complete", "fail": "fail",
 }  # fmt: skip
 
 
@@ -310,6 +310,8 @@ class Stubborn:
                 await context.save({"seen": text})
             case "event":
                 await context.event("told", {"said": text})
+            case "begin":
+                await context.once("provider.keep", request=1, call=self._kept)
             case "continue":
                 context.continue_as_new(text)
             case "fail":
@@ -475,6 +477,53 @@ async def test_erasures_among_continuations_and_replays(hall: Hall) -> None:
 
 async def _echo(text: str) -> str:
     return text
+
+
+STEP: Final = """
+INSERT INTO fencepost.effects (run_key, tenant_id, iteration, step, occurrence, operation, state, run_id, run_generation, holder,
+                               fingerprint, fingerprint_version, provider_key, result, finished_at)
+SELECT r.root_run_id, r.tenant_id, r.iteration, 'say', 0, 'fencepost.step', 'succeeded', r.run_id, j.lease_generation, 'w',
+       sha256('x'), 1, '', convert_to($2, 'UTF8'), clock_timestamp()
+FROM fencepost.jobs AS j JOIN fencepost.runs AS r USING (run_id, tenant_id) WHERE j.run_id = $1 FOR SHARE OF j
+"""
+
+
+async def test_what_a_run_keeps_that_was_added_while_the_erasure_waited_is_gone_as_well(hall: Hall) -> None:
+    """SEC-8: steps and effects of all iterations are under the first run's id, and the erasure has not seen the newest run yet."""
+    go_on, begun, workflows = asyncio.Event(), [asyncio.Event(), asyncio.Event()], Workflows()
+
+    @workflows.workflow("order", retry=SOON)
+    async def order(context: WorkflowContext, text: str) -> str:
+        if context.iteration:
+            begun[context.iteration - 1].set()
+            await (go_on.wait() if context.iteration == 1 else asyncio.Event().wait())
+        context.continue_as_new(text)
+
+    worker = await hall.work(workflows)
+    run = await hall.accept(MARKER)
+    await begun[0].wait()
+    first, newest = await asyncpg.connect(hall.database_url), await asyncpg.connect(hall.database_url)
+    try:
+        async with newest.transaction():
+            async with first.transaction():
+                await first.execute("SELECT FROM fencepost.jobs WHERE run_id = $1 FOR KEY SHARE", run)
+                erasing = asyncio.create_task(erased(hall.database_url, run))
+                await eventually(lambda: _waits(hall.connection, "%erase_lineage%"))
+                go_on.set()
+                await begun[1].wait()
+                await newest.execute(STEP, (await hall.lineage(run))[-1]["run_id"], MARKER)
+            await eventually(lambda: _blocks(hall.connection, newest), message="the erasure has come to the newest run")
+        assert (await erasing)["runs"] == 3
+    finally:
+        await first.close()
+        await newest.close()
+    await hall.stop(worker)
+    assert await marked(hall.connection) == []
+
+
+async def _blocks(connection: "asyncpg.Connection[Any]", blocking: "asyncpg.Connection[Any]") -> bool:
+    query = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)) AND query LIKE '%erase_lineage%')"
+    return bool(await connection.fetchval(query, blocking.get_server_pid()))
 
 
 # -- who may ------------------------------------------------------------------------------------------------------------------

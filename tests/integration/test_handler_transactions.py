@@ -10,6 +10,7 @@ import pytest
 
 from consumer_sdk import transactions as module
 from consumer_sdk.identity import Identity
+from consumer_sdk.message_store import MessageStore
 from consumer_sdk.run_store import ROLE
 from consumer_sdk.transactions import Transactions
 from fencepost.errors import TransientError
@@ -118,6 +119,24 @@ async def test_where_sessions_are_its_own_a_transaction_sets_only_another_bound(
         assert bounds == (["1min"] * 2 if limit == 60 else ["7s"] * 2)
     await eventually(lambda: sum(one.startswith("BEGIN") for one in asked) == 2)
     assert ["SET LOCAL" in one for one in asked if one.startswith("BEGIN")] == [True, False]
+    own.close()
+
+
+@pytest.mark.parametrize("own_sessions", [True, False])
+async def test_a_handler_that_may_take_months_gets_the_longest_bound_of_the_database_and_costs_no_other_its_own(
+    database_url: str, own_sessions: bool
+) -> None:
+    """Messages one by one, and batches. PostgreSQL refuses more than 24 days, and a connection whose session asks for them."""
+    months, longest = 90 * 86_400.0, f"{2**31 - 1}ms"
+    own = Transactions(database_url, role=ROLE, size=1, limit_seconds=10, longest_seconds=months, own_sessions=own_sessions)
+    store = await MessageStore.open(database_url, holder="c/1", timeout_seconds=10)
+    for number, (limit, bound) in enumerate(((7, "7s"), (months, longest))):
+        async with recorded(own, PING._replace(run_key=f"ping-{number}"), limit_seconds=limit) as connection:
+            assert [await connection.fetchval(f"SHOW {name}") for name in BOUNDS] == [bound] * 2
+        async with own.begin(bounded=False) as connection:
+            await store.record_within(connection, [PING._replace(run_key=f"batch-{number}")], limit_seconds=limit)
+            assert [await connection.fetchval(f"SHOW {name}") for name in BOUNDS] == [bound] * 2
+    await store.close()
     own.close()
 
 

@@ -19,6 +19,7 @@ from consumer_sdk.effects import Absent, Answer, Applied, CallLimits, Effect, Ru
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES
 from consumer_sdk.ledger import Ledger
 from fencepost.clock import lease_clock
+from fencepost.codec import PLAIN
 from fencepost.devservices import Services
 from fencepost.errors import (
     ConfigurationError,
@@ -480,7 +481,8 @@ def bench_wanted(wanted: Wanted) -> Any:
     from consumer_sdk.ledger import _canonical, _Wanted
 
     return _Wanted(
-        key=wanted.key, fence=wanted.fence, canonical=_canonical(REQUEST), call=_never, limits=LIMITS, reconciler=None
+        key=wanted.key, fence=wanted.fence, canonical=_canonical(REQUEST), call=_never, limits=LIMITS, reconciler=None,
+        codec=PLAIN,
     )  # fmt: skip
 
 

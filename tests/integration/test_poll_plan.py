@@ -16,6 +16,7 @@ from fencepost.statements import load_statements
 from relay.cursor import ORIGIN, Cursor
 from relay.lane import Receipt
 from relay.store import Store
+from tests.support.waiting import eventually
 
 SQL: Final = load_statements("relay", "statements.sql")
 LANES: Final = 8
@@ -436,7 +437,9 @@ async def test_delivering_a_row_updates_none(connection: "psycopg.Connection[Any
         fill(connection, LANES)
         poll = await store.poll(dict.fromkeys(range(LANES), ORIGIN), row_limit=10, byte_limit=WIDE)
         assert await store.mark([receipt(sequence, poll.snapshot, lane=lane) for lane in claimed]) == claimed.keys()
-    await store.close()  # a session reports its counts at the latest when it ends
+    await store.close()  # a session reports its counts at the latest when it ends, which is after its client has gone
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'fencepost-relay'"
+    await eventually(lambda: one(connection, sessions) == 0, message="the relay's sessions have ended")
     connection.execute("SELECT pg_stat_force_next_flush()")
 
     counts = connection.execute(

@@ -80,15 +80,13 @@ def mounted(shop: Shop) -> FastAPI:
 
 
 @pytest.mark.parametrize("served", [never_installed, mounted])
-async def test_routes_whose_start_up_has_never_run_are_misconfigured_and_say_so_once(
+async def test_routes_whose_start_up_has_never_run_are_unavailable_and_the_log_says_why_once(
     shop: Shop, served: Callable[[Shop], FastAPI]
 ) -> None:
-    """Nothing passes here: a client that was told 503 would come again for ever."""
     with structlog.testing.capture_logs() as logs:
         async with shop.serving(served(shop), ready=False) as http:
             answers = [await Counterpart(http).order() for _ in range(2)]
-    assert [(slug(answer), answer.status_code) for answer in answers] == [("misconfigured", 500)] * 2
-    assert "retry-after" not in answers[0].headers
+    assert [(slug(answer), answer.status_code) for answer in answers] == [("unavailable", 503)] * 2
     (told,) = [line for line in logs if line["event"] == "durable_not_installed"]
     assert "durable.install(app)" in told["remedy"]
 

@@ -35,6 +35,20 @@ def test_a_database_with_a_prepared_transaction_and_a_connection_can_be_dropped(
             connection.execute("SELECT 1")
 
 
+def test_what_the_statements_of_a_dropped_database_cost_is_forgotten(services: Services) -> None:
+    """Or the databases of a run would push one another's rarest statements out of the server's table."""
+    counted = "SELECT count(*) > 0 FROM pg_stat_statements WHERE dbid = %s"
+    with psycopg.connect(services.database_url, autocommit=True) as monitor:
+        if monitor.execute("SELECT to_regclass('pg_stat_statements') IS NULL").fetchone() == (True,):
+            pytest.skip("this server counts no statements")
+        url = services.create_database()
+        with psycopg.connect(url, autocommit=True) as connection:
+            row = connection.execute("SELECT oid FROM pg_database WHERE datname = current_database()").fetchone()
+        assert monitor.execute(counted, row).fetchone() == (True,)
+        services.drop_database(url)
+        assert monitor.execute(counted, row).fetchone() == (False,)
+
+
 async def test_a_topic_is_read_back_whole_and_in_partition_order(kafka: str, topic: TopicFactory) -> None:
     name = await topic(partitions=3)
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:

@@ -279,13 +279,13 @@ async def test_no_transaction_spans_a_handler(shop: Shop) -> None:
         await context.save(1)
         await second.wait(context)
 
-    worker = await shop.start(handled(report), worker_lease_seconds=1, worker_lease_margin_seconds=0.3)
+    worker = await shop.start(handled(report), worker_lease_seconds=3, worker_lease_margin_seconds=0.3)
     run = await shop.runs.accept()
     for barrier in (first, second):
         await barrier.arrived()
         renewals = sample(worker, "fencepost_worker_statement_seconds_count", statement="renew")
         for _ in range(20):
-            await eventually(lambda: shop_is_idle(shop), 1, message="no connection of the worker is in a transaction")
+            await eventually(lambda: shop_is_idle(shop), message="no connection of the worker is in a transaction")
         await eventually(
             lambda before=renewals: sample(worker, "fencepost_worker_statement_seconds_count", statement="renew") > before  # type: ignore[misc]
         )
@@ -303,7 +303,7 @@ async def test_a_long_handler_keeps_its_lease(shop: Shop) -> None:
     async def report(context: RunContext, _value: Any) -> None:
         await barrier.wait(context)
 
-    worker = await shop.start(handled(report), worker_lease_seconds=1, worker_lease_margin_seconds=0.3)
+    worker = await shop.start(handled(report), worker_lease_seconds=3, worker_lease_margin_seconds=0.3)
     run = await shop.runs.accept()
     context = await barrier.arrived()
     claimed_until = (await shop.job(run))["lease_expires_at"]
@@ -424,7 +424,7 @@ async def test_a_completion_in_an_open_transaction_does_not_cost_other_attempts_
         else:
             await others.wait(context)
 
-    worker = await shop.start(handled(report), worker_lease_seconds=2, worker_lease_margin_seconds=0.2)
+    worker = await shop.start(handled(report), worker_lease_seconds=6, worker_lease_margin_seconds=0.2)
     waiting = await shop.runs.accept(data=b'{"completes": false}')
     context = await others.arrived()
     completing = await shop.runs.accept(data=b'{"completes": true}')
@@ -858,14 +858,14 @@ async def test_the_runs_deadline_ends_a_hanging_attempt_for_good(shop: Shop) -> 
     async def report(context: RunContext, _value: Any) -> None:
         await barrier.wait(context)
 
-    await shop.start(handled(report), worker_lease_seconds=1, worker_lease_margin_seconds=0.3)
-    run = await shop.runs.accept(deadline=timedelta(seconds=1.5))
+    await shop.start(handled(report), worker_lease_seconds=3, worker_lease_margin_seconds=0.3)
+    run = await shop.runs.accept(deadline=timedelta(seconds=3))
     await shop.reaches(run, "failed")
 
     assert barrier.cancelled == 1
     assert (await shop.run(run))["error_code"] == "deadline_exceeded"
     (attempt,) = await shop.runs.attempts(run)
-    assert attempt["renewed_at"] < attempt["claimed_at"] + timedelta(seconds=1.5)
+    assert attempt["renewed_at"] < attempt["claimed_at"] + timedelta(seconds=3)
     assert attempt["error_code"] == "attempt_deadline"
 
 
@@ -887,7 +887,7 @@ async def test_a_cancelled_run_wakes_its_owner_at_once(shop: Shop) -> None:
     assert await shop.runs.cancel(run) == "requested"
     await shop.reaches(run, "cancelled")
 
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 6
     assert barrier.cancelled == 1
     assert context.cancelled
     assert await shop.runs.events(run) == [(1, "run_queued"), (2, "run_cancel_requested"), (3, "run_cancelled")]

@@ -18,6 +18,7 @@ from consumer_sdk import Consumer, MessageHandlers, load_consumer_settings
 from consumer_sdk.incarnation import incarnations
 from consumer_sdk.starts import note_of
 from tests.support.topics import TopicFactory
+from tests.support.turns import TakingTurns
 from tests.support.waiting import eventually
 
 __all__ = ["SECRETS", "Ping", "Stage", "sample", "stage"]
@@ -193,7 +194,7 @@ def sample(consumer: Consumer, name: str, **labels: str) -> float:
 @contextlib.asynccontextmanager
 async def stage(database_url: str, kafka: str, topic: TopicFactory, partitions: int = 1) -> AsyncIterator[Stage]:
     """A stage with a table ``seen`` of what handlers wrote."""
-    connection = await asyncpg.connect(database_url)
+    connection = await asyncpg.connect(database_url, connection_class=TakingTurns)
     await connection.execute("CREATE TABLE seen (event_id text, n integer, at timestamptz DEFAULT clock_timestamp())")
     made = Stage(database_url, kafka, await topic(partitions=partitions), connection)
     try:

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-import asyncpg.transaction
-
 from consumer_sdk.consumer import Consumer
 from consumer_sdk.consumer_settings import load_consumer_settings
 from consumer_sdk.effect_store import EffectStore
@@ -33,7 +31,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "finish": (EffectStore, "finish"),
     "begin": (HandlerConnection, "begin"),
     "record_within": (MessageStore, "record_within"),
-    "commit": (asyncpg.transaction.Transaction, "commit"),
+    "commit": (HandlerConnection, "end"),
     "record": (MessageStore, "record"),
     "store_dead": (MessageStore, "store_dead"),
     "claim_run": (RunStore, "claim_run"),

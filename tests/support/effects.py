@@ -20,6 +20,7 @@ from consumer_sdk.testing.bench import Provider
 from fencepost.database import StatementPool
 from fencepost.secrets import Secrets
 from tests.support.runs import Held, Runs
+from tests.support.turns import TakingTurns
 
 __all__ = ["CHARGE", "REQUEST", "Bench", "Provider", "Wanted", "opened"]
 
@@ -122,7 +123,7 @@ class Bench:
 
 @asynccontextmanager
 async def opened(database_url: str) -> AsyncIterator[Bench]:
-    connection = await asyncpg.connect(database_url)
+    connection = await asyncpg.connect(database_url, connection_class=TakingTurns)
     pool = await StatementPool.open(
         database_url, EFFECT_STATEMENTS, role=ROLE, size=_CONNECTIONS, timeout_seconds=30, server_settings={}
     )

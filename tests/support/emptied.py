@@ -4,6 +4,8 @@ from typing import Any, Final
 
 import asyncpg
 
+from tests.support.turns import TakingTurns
+
 __all__ = ["emptied"]
 
 _END_OTHERS: Final = """
@@ -20,7 +22,7 @@ SELECT setval('fencepost.doorbell_jobs', 1);
 
 async def emptied(database_url: str) -> "asyncpg.Connection[Any]":
     """A connection to the database, which holds no run any more and nobody else's session."""
-    connection = await asyncpg.connect(database_url)
+    connection = await asyncpg.connect(database_url, connection_class=TakingTurns)
     await connection.execute(_END_OTHERS)
     await connection.execute(_EMPTY)
     return connection

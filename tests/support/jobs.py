@@ -16,6 +16,7 @@ from consumer_sdk.jobs import Claim, Completion, FailedAttempt, JobKey, Release,
 from consumer_sdk.run_store import RunStore, Served, complete_within, guard_within
 from fencepost.statements import load_statements
 from tests.support.runs import Runs
+from tests.support.turns import TakingTurns
 from tests.support.waiting import eventually
 
 __all__ = ["LEASE_SECONDS", "SQL", "STEPS", "TABLES", "VERBS", "Crew", "Hand", "break_step", "completion", "dump", "failed", "fill"]
@@ -159,7 +160,7 @@ class Crew:
     @staticmethod
     @asynccontextmanager
     async def on(database_url: str) -> AsyncIterator["Crew"]:
-        crew = Crew(database_url, await asyncpg.connect(database_url))
+        crew = Crew(database_url, await asyncpg.connect(database_url, connection_class=TakingTurns))
         crew._closing.append(crew.database.close)
         try:
             yield crew

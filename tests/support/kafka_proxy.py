@@ -12,6 +12,8 @@ from collections import Counter
 from types import TracebackType
 from typing import Final, Self
 
+from tests.support.callers import Callers
+
 PRODUCE: Final = 0
 SIZE_BYTES: Final = 4
 LOCALHOST: Final = "127.0.0.1"
@@ -38,19 +40,18 @@ class KafkaProxy:
         #: Requests passed on to the broker, by API key.
         self.forwarded: Counter[int] = Counter()
         self.connections = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._callers = Callers(self._accepted)
 
     async def __aenter__(self) -> Self:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         listener.bind((LOCALHOST, 0))
         self.port: int = listener.getsockname()[1]
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=RECEIVE_BUFFER_BYTES)
+        self._server = await asyncio.start_server(self._callers.accept, sock=listener, limit=RECEIVE_BUFFER_BYTES)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._server.close()
-        await self.cut()
+        await self._callers.close(self._server)
 
     @property
     def address(self) -> str:
@@ -60,27 +61,16 @@ class KafkaProxy:
     @property
     def open_connections(self) -> int:
         """How many clients are connected."""
-        return len(self._tasks)
+        return len(self._callers.tasks)
 
     async def cut(self) -> None:
         """Break every connection that is open now."""
-        tasks = [task for task in self._tasks if not task.done()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._callers.cut()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        try:
-            with contextlib.suppress(OSError, EOFError, asyncio.CancelledError):
-                await self._serve(reader, writer)
-        finally:
-            self._tasks.discard(task)
-            writer.transport.abort()
+        with contextlib.suppress(OSError, EOFError):
+            await self._serve(reader, writer)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self.welcoming.wait()

@@ -17,6 +17,7 @@ from producer_sdk.http import frames
 from producer_sdk.http.client import javascript
 from producer_sdk.http.problems import MEDIA_TYPE, PROBLEMS, problem_body
 from producer_sdk.http.store import CUT_OFFSET, Place
+from tests.support.callers import Callers
 
 __all__ = ["AT_ONCE", "COLLECT", "PROMPT", "SCENARIOS", "STREAMS", "ModelRoute", "Operation", "collect_input", "expected"]
 
@@ -89,18 +90,14 @@ class ModelRoute:
         self.silent = False
         self.left = asyncio.Event()
         self.lengths: dict[str, dict[int, int]] = defaultdict(dict)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._callers = Callers(self._serve)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=1_000)
+        self._server = await asyncio.start_server(self._callers.accept, "127.0.0.1", 0, backlog=1_000)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._callers.close(self._server)
 
     @property
     def address(self) -> str:
@@ -110,11 +107,6 @@ class ModelRoute:
     def url(self) -> str:
         return f"{self.address}/answers"
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Requests of one connection, until one of its answers is cut."""
         try:
@@ -122,8 +114,7 @@ class ModelRoute:
                 pass
         except (OSError, asyncio.IncompleteReadError):
             pass  # the client has left
-        finally:
-            writer.close()
+        writer.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         method, path, headers = _parsed(await reader.readuntil(BODY_END))

@@ -19,6 +19,7 @@ from consumer_sdk.handlers import Handlers
 from consumer_sdk.worker import Worker
 from consumer_sdk.worker_settings import load_worker_settings
 from consumer_sdk.workflow_context import WorkflowContext
+from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.retry import Retry
 from fencepost.secrets import Secrets
 from producer_sdk.http import Durable, Principal, RouteSettings, Tx, WorkflowFailure, load_route_settings
@@ -88,12 +89,13 @@ class Shop:
     """One application on one database. ``worked`` counts executions of each item; an item with a gate waits for it."""
 
     def __init__(
-        self, database_url: str, connection: "asyncpg.Connection[Any]", *, secrets: Secrets = SECRETS, **settings: object
-    ) -> None:
+        self, database_url: str, connection: "asyncpg.Connection[Any]", *, secrets: Secrets = SECRETS, codec: PayloadCodec = PLAIN,
+        **settings: object,
+    ) -> None:  # fmt: skip
         self.database_url = database_url
         self.connection = connection
         self.settings: RouteSettings = load_route_settings({"database_url": database_url} | settings)
-        self.durable = Durable(principal=current_principal, settings=self.settings, secrets=secrets)
+        self.durable = Durable(principal=current_principal, settings=self.settings, secrets=secrets, codec=codec)
         self.worked: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()
         self.gates: dict[str, asyncio.Event] = {}

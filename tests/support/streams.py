@@ -12,7 +12,7 @@ from typing import Any, Final
 import asyncpg
 from starlette.types import Message
 
-from fencepost.codec import PLAIN, PayloadCodec
+from fencepost.codec import PLAIN, PayloadCodec, lineage_codec
 from producer_sdk.http.answers import Answer, result_answer
 from producer_sdk.http.cursor import START
 from producer_sdk.http.live import Live
@@ -265,7 +265,7 @@ class Server:
         self.store = CountingStore(store)
         self.codec = codec
         self.metrics = RouteMetrics()
-        self.live = Live(codec, dropped=lambda: self.metrics.frames("dropped"))
+        self.live = Live(dropped=lambda: self.metrics.frames("dropped"))
         counting: Any = self.store
         self.watch = Watch(counting, database_url, live=self.live)
         self.streams = Streams(
@@ -290,7 +290,7 @@ class Server:
         return client
 
     async def _final(self, standing: Standing) -> Answer | None:
-        return result_answer(standing, self.codec, success_status=201)
+        return result_answer(standing, lineage_codec(self.codec, standing.data_key), success_status=201)
 
 
 @asynccontextmanager

@@ -6,6 +6,8 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
+from tests.support.callers import Callers
+
 CHUNK_BYTES = 65_536
 
 
@@ -16,18 +18,14 @@ class TcpProxy:
         self._parts = urlsplit(url)
         self._silenced = asyncio.Event()
         self._port = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._callers = Callers(self._serve)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._callers.accept, "127.0.0.1", 0)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._callers.close(self._server)
 
     @property
     def url(self) -> str:
@@ -38,27 +36,23 @@ class TcpProxy:
     async def refuse(self) -> None:
         """As if nobody were there: open connections are cut, new ones are refused."""
         self._port = self._server.sockets[0].getsockname()[1]
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._callers.close(self._server)
 
     async def accept(self) -> None:
         """Let connections through again, at the same address."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._callers.accept, "127.0.0.1", self._port)
 
     def silence(self) -> None:
         """From now on nothing passes through the connections that are open; new ones work."""
         self._silenced.set()
         self._silenced = asyncio.Event()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         silenced = self._silenced
-        server_reader, server_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        try:
+            server_reader, server_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        except OSError:
+            return
         pumps = [
             asyncio.create_task(_pump(source, target, silenced))
             for source, target in ((reader, server_writer), (server_reader, writer))
@@ -70,9 +64,7 @@ class TcpProxy:
             for pump in pumps:
                 pump.cancel()
             await asyncio.wait(pumps)
-            writer.transport.abort()
             server_writer.transport.abort()
-            self._tasks.discard(task)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silenced: asyncio.Event) -> None:

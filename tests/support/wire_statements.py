@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
+from tests.support.callers import Callers
+
 __all__ = ["Wire", "reading_along"]
 
 _CHUNK: Final = 65_536
@@ -62,33 +64,28 @@ def _named(text: bytes) -> str:
 @asynccontextmanager
 async def reading_along(database_url: str) -> AsyncIterator[tuple[str, Wire]]:
     """An address that leads to the database, and what is said through it."""
-    parts, wire, tasks = urlsplit(database_url), Wire(), set[asyncio.Task[None]]()
+    parts, wire = urlsplit(database_url), Wire()
 
     async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seen: Callable[[bytes], None]) -> None:
-        try:
+        with contextlib.suppress(OSError):
             while data := await source.read(_CHUNK):
                 seen(data)
                 sink.write(data)
                 await sink.drain()
-        finally:
-            sink.close()
-            with contextlib.suppress(ConnectionError):
-                await sink.wait_closed()
+        sink.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection(parts.hostname, parts.port)
-        for pumped in (pump(reader, inner_writer, wire.connection()), pump(inner_reader, writer, lambda _: None)):
-            task = asyncio.create_task(pumped)
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        try:
+            await asyncio.gather(pump(reader, inner_writer, wire.connection()), pump(inner_reader, writer, lambda _: None))
+        finally:
+            inner_writer.transport.abort()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    callers = Callers(serve)
+    server = await asyncio.start_server(callers.accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     user, _, _ = parts.netloc.rpartition("@")
     try:
         yield urlunsplit(parts._replace(netloc=f"{user}@127.0.0.1:{port}")), wire
     finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await callers.close(server)

@@ -32,6 +32,8 @@ class WithKeys(Marks):
         self.unwrapped += 1
         if wrapped == b"lost":
             raise ValueError("no key of this codec wrapped it")
+        if wrapped == b"odd":
+            raise KeyError("the key itself")
         return Marks(wrapped)
 
 
@@ -57,3 +59,11 @@ def test_a_data_key_that_cannot_be_unwrapped_is_a_payload_that_cannot_be_read() 
     for use in (codec.decode, codec.encode):
         with pytest.raises(ValueError, match="no key"):
             use(b"servicesaid")
+
+
+def test_whatever_the_author_s_codec_raises_at_a_data_key_it_is_one_that_cannot_be_unwrapped_and_tells_no_key() -> None:
+    codec = lineage_codec(WithKeys(b"service"), b"odd")
+    for use in (codec.decode, codec.encode):
+        with pytest.raises(ValueError, match=r"^the data key cannot be unwrapped: KeyError$") as caught:
+            use(b"servicesaid")
+        assert caught.value.__cause__ is None

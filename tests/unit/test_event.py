@@ -71,6 +71,7 @@ def test_the_public_surface_is_this() -> None:
         "Run",
         "RunChanged",
         "RunEnded",
+        "RunErased",
         "RunNotFound",
         "Scope",
         "Secrets",

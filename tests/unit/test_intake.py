@@ -164,6 +164,16 @@ def test_a_codec_decodes_before_anybody_validates() -> None:
     assert delivery.message.value == Order(number=4)
 
 
+@pytest.mark.parametrize("kind", ["fencepost.run_completed", "fencepost.workflow.told"])
+def test_what_fencepost_says_of_runs_goes_through_no_codec(kind: str) -> None:
+    app = MessageHandlers(codec=Reversed())
+    app.handler(kind, step="store", model=Order)(nothing)
+    delivery = taken(app, event(kind, b'{"number": 4}'))
+
+    assert delivery.message is not None
+    assert delivery.message.value == Order(number=4)
+
+
 def test_a_message_without_an_id_is_its_place() -> None:
     app = app_with()
     app.adapter("events", plain_records(type=TYPE))
