@@ -17,6 +17,7 @@ from fencepost.clock import lease_clock
 from fencepost.database import StatementPool, inlined, translation
 from fencepost.errors import TransientError
 from fencepost.statements import load_statements
+from fencepost.watched import WatchedConnection
 
 if TYPE_CHECKING:
     _Proxy: TypeAlias = PoolConnectionProxy[asyncpg.Record]
@@ -37,7 +38,7 @@ _IDLE_SECONDS: Final = 300.0
 _MOST_MILLISECONDS: Final = 2**31 - 1
 
 
-class HandlerConnection(asyncpg.Connection):
+class HandlerConnection(WatchedConnection):
     """``begin`` and ``end`` are one round trip each, whatever else goes out with BEGIN. The driver's own object of a transaction
     would make it more; it only stands there, so that a transaction which a handler begins is a savepoint."""
 
@@ -50,6 +51,7 @@ class HandlerConnection(asyncpg.Connection):
         if self._outer is None:
             self._outer = self.transaction()
         self._top_xact = self._outer
+        self.watch()
         return int(status.rpartition(" ")[2]) if status.startswith("SELECT") else 0
 
     async def end(self, *, commit: bool) -> None:
@@ -58,7 +60,7 @@ class HandlerConnection(asyncpg.Connection):
         if not commit:
             await self.execute("ROLLBACK")
             return
-        if not self.is_in_transaction():
+        if self.was_ended or not self.is_in_transaction():
             told = "the handler ended the transaction, which is not its own; what it wrote may be undone"
             raise asyncpg.NoActiveSQLTransactionError(told)
         if await self.execute("COMMIT") != "COMMIT":

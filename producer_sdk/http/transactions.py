@@ -15,6 +15,7 @@ import asyncpg
 from fencepost.database import connecting, translated
 from fencepost.errors import FencepostError, TransactionRequired, TransientError
 from fencepost.secrets import Secrets
+from fencepost.watched import WatchedConnection
 from producer_sdk import asyncpg as plain
 from producer_sdk.acceptance import Accepted
 from producer_sdk.command import Command
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _PASSING_CLASSES: Final = ("08", "40", "53", "57", "58")
+_NOT_THEIRS: Final = "the handler has ended the accepting transaction: commit and rollback are Fencepost's"
 _READ_ONLY: Final = "25006"
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 #: Of a COMMIT; a listener that hangs in a transaction keeps it full.
@@ -110,6 +112,7 @@ class PoolTransactions:
                 min_size=0,
                 max_size=self._size,
                 timeout=self._timeout,
+                connection_class=WatchedConnection,
                 command_timeout=self._idle_seconds,  # a network that fell silent at a COMMIT must not hold a connection for ever
                 server_settings={
                     "application_name": "fencepost-routes",
@@ -125,13 +128,14 @@ class PoolTransactions:
     async def begin(self) -> AsyncIterator[OpenTransaction]:
         assert self._pool is not None
         async with translated("begin", role=ROLE):
-            connection = await self._pool.acquire(timeout=self._patience)
+            connection: Any = await self._pool.acquire(timeout=self._patience)
         # Whatever the database's default: in an older snapshot a key that was taken meanwhile is not seen, and SERIALIZABLE refuses
         # starts of different keys that read one page of an index.
         transaction = connection.transaction(isolation="read_committed")
         try:
             async with translated("begin", role=ROLE), asyncio.timeout(self._timeout):
                 await transaction.start()
+            connection.watch()
             opened = _PoolTransaction(connection, transaction)
             yield opened
             if not opened.committed:
@@ -186,6 +190,8 @@ class _PoolTransaction:
             return await plain.accept(self.tx, command, scope, key, secrets=secrets, key_retention_seconds=key_retention_seconds)
 
     async def commit(self) -> None:
+        if self.tx.was_ended:
+            raise TransactionRequired(_NOT_THEIRS)
         self.committed = True
         try:
             await self._transaction.commit()
@@ -240,7 +246,7 @@ class _SessionTransaction:
 
         # A session begins the next transaction by itself: the run would be there without the handler's writes, or they without it.
         if self.tx.sync_session.get_transaction() is not self._transaction:
-            raise TransactionRequired("the handler has ended the accepting transaction: commit and rollback are Fencepost's")
+            raise TransactionRequired(_NOT_THEIRS)
         return await sqlalchemy.accept_async(
             self.tx, command, scope, key, secrets=secrets, key_retention_seconds=key_retention_seconds
         )

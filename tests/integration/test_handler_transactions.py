@@ -186,6 +186,53 @@ async def test_a_handler_that_ends_the_transaction_itself_is_told_so(transaction
     assert await rows(database) == (word == "COMMIT")
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "ROLLBACK; BEGIN", "COMMIT; BEGIN", "COMMIT AND CHAIN", "rollback /* now */ and chain", "-- first\nEND; START TRANSACTION",
+        "SELECT 1; ABORT; BEGIN; SELECT 2", "ROLLBACK;; BEGIN",
+    ],
+)  # fmt: skip
+async def test_a_handler_that_puts_another_transaction_in_its_place_is_told_so(
+    transactions: Transactions, database: Any, script: str
+) -> None:
+    """The message's row may be undone, and the COMMIT of the other transaction would be taken for its own."""
+
+    async def replaces_it(*, by_parts: bool) -> None:
+        async with recorded(transactions) as connection:
+            for part in script.split(";") if by_parts and script.count(";") == 1 else [script]:
+                await connection.execute(part)
+            await connection.execute("INSERT INTO written VALUES ('late')")
+
+    for by_parts in (False, True):
+        with pytest.raises((asyncpg.NoActiveSQLTransactionError, TransientError)):
+            await replaces_it(by_parts=by_parts)
+        await database.execute("DELETE FROM fencepost.effects")
+    assert await database.fetchval("SELECT count(*) FROM written") == 0
+
+
+async def test_a_chain_by_fetch_is_noticed_as_well(transactions: Transactions, database: Any) -> None:
+    async def chains() -> None:
+        async with recorded(transactions) as connection:
+            await connection.fetch("ROLLBACK AND CHAIN")
+
+    with pytest.raises(asyncpg.NoActiveSQLTransactionError):
+        await chains()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "SAVEPOINT a; ROLLBACK TO a", "SAVEPOINT a; ROLLBACK WORK TO SAVEPOINT a; RELEASE a", "SELECT '; COMMIT; '",
+        "DO $$ BEGIN PERFORM 1; END $$", "CREATE TEMP TABLE ended (begin_at int); DROP TABLE ended",
+    ],
+)  # fmt: skip
+async def test_what_only_looks_like_an_end_is_none(transactions: Transactions, database: Any, script: str) -> None:
+    async with recorded(transactions) as connection:
+        await connection.execute(script)
+    assert await rows(database) == 1
+
+
 async def test_what_a_handler_keeps_of_its_connection_does_not_reach_into_the_next_transaction(transactions: Transactions) -> None:
     async with transactions.begin() as kept:
         statement = await kept.prepare("SELECT 1")

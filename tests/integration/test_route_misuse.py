@@ -8,7 +8,7 @@ import structlog
 from fastapi import FastAPI, HTTPException
 
 from fencepost.devservices import Services
-from fencepost.errors import ConfigurationError
+from fencepost.errors import ConfigurationError, TransactionRequired
 from producer_sdk.http import Tx
 from tests.support.emptied import emptied
 from tests.support.routes import DOMAIN, Counterpart, OrderIn, PlaceOrder, Shop, slug
@@ -99,6 +99,25 @@ async def test_an_application_that_has_ended_is_unavailable(shop: Shop) -> None:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://shop") as http:
         assert slug(await Counterpart(http).order()) == "unavailable"
+
+
+@pytest.mark.parametrize("script", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK AND CHAIN"])
+async def test_a_handler_that_ends_the_accepting_transaction_starts_nothing(shop: Shop, script: str) -> None:
+    """JOB-2, L16: the run would be accepted in another one, without the handler's writes, or beside them."""
+    ending = [True]
+
+    async def orders(order: OrderIn, tx: Tx) -> PlaceOrder:
+        row = await tx.fetchval("INSERT INTO stage.orders (item) VALUES ($1) RETURNING id", order.item)
+        if ending[0]:
+            await tx.execute(script)
+        return PlaceOrder(user="ada", order=order, row=row)
+
+    async with shop.serving(installed(shop, orders)) as http:
+        with pytest.raises(TransactionRequired):
+            await Counterpart(http).order()
+        assert await shop.count("fencepost.runs") == 0
+        ending[0] = False
+        assert (await Counterpart(http).order()).status_code == 202
 
 
 async def test_a_refusal_leaves_no_warning_of_its_connection(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:

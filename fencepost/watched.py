@@ -1,0 +1,70 @@
+"""A connection that is lent out within a transaction, and notices when whoever has it ends that transaction.
+
+A statement that may do so is told by its words, and only then the transaction is looked at, before it and after it: two statements
+more for a script with several commands, and none for anything else.
+"""
+
+import re
+from typing import Any, Final
+
+import asyncpg
+
+__all__ = ["WatchedConnection"]
+
+_SPACE: Final = r"(?:\s++|--[^\n]*+(?:\n|\Z)|/\*[^*]*+\*++(?:[^/*][^*]*+\*++)*+/)*+"
+# Of savepoints only is ROLLBACK TO. Too much may match, in a text say: it costs a look.
+_ENDING: Final = re.compile(
+    rf"(?:\A|;){_SPACE}(?:abort|begin|commit|end|prepare{_SPACE}transaction|start"
+    rf"|rollback(?!{_SPACE}(?:(?:work|transaction){_SPACE})?to\b))\b",
+    re.IGNORECASE,
+)
+
+
+# One command that ends a transaction, and leaves none open.
+_PLAIN_END: Final = frozenset({"abort", "commit", "end", "rollback"})
+
+
+class WatchedConnection(asyncpg.Connection):
+    """``was_ended``: the transaction that ``watch`` was called in has ended, whether or not another is open now."""
+
+    was_ended: bool = False
+
+    def watch(self) -> None:
+        """A transaction has begun."""
+        self.was_ended = False
+
+    async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:  # noqa: ASYNC109 - the driver's
+        if args or _ENDING.search(query) is None:  # what has arguments is one command, and comes to `_execute`
+            return await super().execute(query, *args, timeout=timeout)
+        before = await self._before(query)
+        status: str = await super().execute(query, timeout=timeout)
+        await self._after(before)
+        return status
+
+    async def _execute(self, query: str, *arguments: Any, **given: Any) -> Any:
+        if _ENDING.match(query) is None:
+            return await super()._execute(query, *arguments, **given)  # type: ignore[misc]
+        before = await self._before(query)
+        result = await super()._execute(query, *arguments, **given)  # type: ignore[misc]
+        await self._after(before)
+        return result
+
+    async def _before(self, query: str) -> str | None:
+        """Which transaction is open; None where there is nothing to look at afterwards."""
+        if not self.is_in_transaction():
+            return None
+        if query.strip(" \n;").lower() in _PLAIN_END:
+            self.was_ended = True
+            return None
+        return await self._transaction_now()
+
+    async def _after(self, before: str | None) -> None:
+        if before is not None and (not self.is_in_transaction() or await self._transaction_now() != before):
+            self.was_ended = True
+
+    async def _transaction_now(self) -> str:
+        """One that has failed is undone at its end, whatever becomes of it until then."""
+        try:
+            return str(await self.fetchval("SELECT pg_current_xact_id()::text"))
+        except asyncpg.InFailedSQLTransactionError:
+            return ""
