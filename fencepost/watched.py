@@ -1,7 +1,7 @@
 """A connection that is lent out within a transaction, and notices when whoever has it ends that transaction.
 
 A statement that may do so is told by its words, and only then the transaction is looked at, before it and after it: two statements
-more for a script with several commands, and none for anything else.
+more for such a one, and none for any other.
 """
 
 import re
@@ -18,8 +18,6 @@ _ENDING: Final = re.compile(
     rf"|rollback(?!{_SPACE}(?:(?:work|transaction){_SPACE})?to\b))\b",
     re.IGNORECASE,
 )
-
-
 # One command that ends a transaction, and leaves none open.
 _PLAIN_END: Final = frozenset({"abort", "commit", "end", "rollback"})
 
