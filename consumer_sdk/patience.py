@@ -24,6 +24,9 @@ async def patiently(once: Callable[[], Awaitable[_Answer]], *, until: float, fai
     except TransientError:
         failed()
 
+    async def again() -> _Answer:
+        return await once()  # tenacity awaits what it can tell for a coroutine function, and no lambda
+
     def over(_: RetryCallState) -> bool:
         failed()
         return lease_clock() >= until
@@ -34,4 +37,4 @@ async def patiently(once: Callable[[], Awaitable[_Answer]], *, until: float, fai
         stop=over,
         reraise=True,
     )
-    return await retrying(once)
+    return await retrying(again)
