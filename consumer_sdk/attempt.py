@@ -61,6 +61,7 @@ class Attempt:
         self._handling: asyncio.Task[object] | None = None
         self.reason: StopReason | None = None
         self.stopped_at = 0.0
+        self.told_that_it_does_not_end = False
         self.outcome: str | None = None
         self.failure: Failure | None = None
         self.retry_seconds: float | None = None

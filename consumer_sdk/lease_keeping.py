@@ -28,6 +28,9 @@ _log = structlog.get_logger(__name__)
 
 _MOST_AT_ONCE: Final = 500
 _MOST_HEARD_OF: Final = 1_000
+# Beyond what a handler may take to clean up.
+_PATIENCE_SECONDS: Final = 5.0
+_REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass; a restart of the process frees its slot"
 # Past its deadline the database renews an attempt no more, and a lost lease cannot be renewed.
 _NOT_RENEWED: Final = frozenset({StopReason.LEASE_LOST, StopReason.ATTEMPT_DEADLINE})
 
@@ -61,6 +64,7 @@ class LeaseKeeper:
         """What the clock decides: lost trust, deadlines, handlers that report no progress."""
         now = lease_clock()
         for attempt in self.attempts.values():
+            self._tell_if_it_does_not_end(attempt, now)
             deadline = attempt.state.deadline
             if attempt.state.completed:
                 continue
@@ -70,6 +74,16 @@ class LeaseKeeper:
                 attempt.stop(StopReason.ATTEMPT_DEADLINE)
             elif attempt.has_progress_limit_passed:
                 attempt.stop(StopReason.NO_PROGRESS)
+
+    def _tell_if_it_does_not_end(self, attempt: Attempt, now: float) -> None:
+        if attempt.reason is None or attempt.told_that_it_does_not_end:
+            return
+        if (seconds := now - attempt.stopped_at) < self._settings.worker_cancel_grace_seconds + _PATIENCE_SECONDS:
+            return
+        attempt.told_that_it_does_not_end = True
+        claim = attempt.state.claim
+        told = {"run_id": str(claim.key.run_id), "workflow": claim.workflow, "stopped_for": attempt.reason.value}
+        _log.warning("handler_does_not_end", **told, seconds=round(seconds, 1), remedy=_REMEDY)
 
     async def renew_forever(self) -> None:
         """Renew each lease at a third of it, and at once where a cancellation was heard of."""

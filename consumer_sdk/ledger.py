@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
+from consumer_sdk.calling import called_within
 from consumer_sdk.classification import classify, proven
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import (
@@ -239,8 +240,7 @@ class Ledger:
             key=taken.provider_key, fencing_token=taken.generation, operation=wanted.key.operation, sends=taken.sends + 1
         )
         try:
-            async with asyncio.timeout(left):
-                result = await wanted.call(effect)
+            result = await called_within(left, wanted.key.operation, wanted.call, effect)
         except Exception as error:
             await self._record_failure(wanted, taken, error)
             raise
@@ -353,8 +353,7 @@ def _questioned(wanted: _Wanted, known: Known, generation: int) -> Effect:
 async def _asked(reconciler: Reconciler, effect: Effect, limits: CallLimits) -> Applied | Absent:
     """The provider's word. Whatever goes wrong in asking has no effect, and leaves the answer unknown."""
     try:
-        async with asyncio.timeout(limits.timeout_seconds):
-            answer = await reconciler(effect)
+        answer = await called_within(limits.timeout_seconds, f"reconciler of {effect.operation}", reconciler, effect)
     except Exception as error:
         raise EffectUnknown(f"the reconciler failed: {classify(error).code}") from error
     if answer is None:

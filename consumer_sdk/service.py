@@ -19,6 +19,7 @@ _log = structlog.get_logger(__name__)
 
 _GC_THRESHOLD: Final = 20_000
 _GC_GENERATIONS: Final = 50
+_END_SECONDS: Final = 1.0
 
 
 class Service(Protocol):
@@ -47,7 +48,7 @@ def run_service(make: Callable[[], Service]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
-        if running.left_behind or _threads_of_handlers():
+        if running.left_behind or _threads_of_handlers() or await _tasks_of_handlers():
             # The interpreter would wait for them without a bound. What they hold runs out, and others recover it.
             sys.stderr.flush()
             os._exit(0)
@@ -58,6 +59,14 @@ def run_service(make: Callable[[], Service]) -> None:
 
 def _threads_of_handlers() -> bool:
     return any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate())
+
+
+async def _tasks_of_handlers() -> bool:
+    """Whether calls that were left behind, or what handlers have begun, do not end even now."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    return bool(tasks and (await asyncio.wait(tasks, timeout=_END_SECONDS))[1])
 
 
 def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

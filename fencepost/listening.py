@@ -62,8 +62,9 @@ class Listener:
         ended = asyncio.Event()
         connection.add_termination_listener(lambda _: ended.set())
         try:
-            for channel in self._heard:
-                await connection.add_listener(channel, self._on_notification)
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                for channel in self._heard:
+                    await connection.add_listener(channel, self._on_notification)
             self._changed(True)
             while not ended.is_set():
                 with contextlib.suppress(TimeoutError):

@@ -576,6 +576,21 @@ async def test_a_handler_that_does_not_end_does_not_hold_up_a_stop(
     assert await theatre.ends(run) == []
 
 
+async def test_a_task_that_a_handler_left_does_not_hold_up_a_stop(
+    theatre_url: str, theatre: Theatre, start_worker: WorkerFactory
+) -> None:
+    """Nor a call that the ledger has left to itself: the loop would wait for either at its end, without a bound."""
+    run = await theatre.accept({"*": [["stray"]]})
+    worker = start_worker(theatre_url, stop_grace_seconds=1, **LONG)
+
+    async def completed() -> bool:
+        return await theatre.runs.state(run) == ("completed", "completed")
+
+    await eventually(completed)
+    worker.terminate()
+    assert await worker.wait(15) == 0
+
+
 async def test_a_second_signal_does_not_spoil_a_stop(theatre_url: str, theatre: Theatre, start_worker: WorkerFactory) -> None:
     run = await theatre.accept({"1": [["wait", "gate"]]})
     worker = start_worker(theatre_url, stop_grace_seconds=5, **LONG)

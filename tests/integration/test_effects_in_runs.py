@@ -12,6 +12,7 @@ from uuid import UUID
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from consumer_sdk import (
     Ambiguous,
@@ -30,6 +31,7 @@ from consumer_sdk.effects import Absent, Applied, Effect
 from fencepost.errors import ConfigurationError, TransientError
 from tests.support.commands import Command
 from tests.support.effects import CHARGE, Bench, opened
+from tests.support.tcp_proxy import TcpProxy
 from tests.support.waiting import eventually
 
 SOON: Final = Retry(base_seconds=0.05, cap_seconds=0.05, jitter="none")
@@ -284,6 +286,48 @@ async def test_a_reservation_left_behind_is_taken_over_at_once_and_called_once(s
     effect = await shop.effect(run)
     assert (effect["state"], effect["generation"], effect["run_generation"], effect["sends"]) == ("succeeded", 2, 2, 1)
     assert [(call.key, call.fencing_token) for call in shop.provider.calls] == [("fp_1", 2)]
+
+
+async def test_a_call_that_cannot_end_does_not_hold_its_run(shop: Shop) -> None:
+    """The network falls silent under a call that closes its connection as asyncpg's users do: that waits for the server's word, is
+    cancelled, and waits on. The lease is renewed all the while, so nobody else would take the run over either."""
+    closing: list[asyncio.Task[Any]] = []
+
+    async with TcpProxy(shop.database_url) as proxy:
+
+        async def charge(effect: Effect) -> object:
+            connection = await asyncpg.connect(proxy.url)
+            try:
+                if effect.sends == 1:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    closing.append(task)
+                    proxy.silence()
+                await connection.fetchval("SELECT 1")
+                return await shop.provider.charge(effect)
+            finally:
+                await connection.close()
+
+        async def order(context: RunContext, value: Any) -> object:
+            return await context.once(CHARGE, request=value, call=charge, limits=HASTY)
+
+        async def state(effect: Effect) -> Applied | Absent:
+            return Applied() if effect.key in shop.provider.book else Absent()
+
+        with capture_logs() as logs:
+            await shop.work(order, reconciler=state)
+            run = await shop.accept()
+            await shop.reaches(run, "completed")
+        (hanging,) = closing
+        assert not hanging.done()  # as a loop would wait for it that waits for it at all
+        hanging.cancel()
+        await asyncio.wait([hanging])
+
+    assert [entry["call"] for entry in logs if entry["event"] == "call_does_not_end"] == [CHARGE]
+    assert [attempt["outcome"] for attempt in await shop.runs.attempts(run)][-1] == "completed"
+    effect = await shop.effect(run)
+    assert (effect["state"], effect["sends"]) == ("succeeded", 2)
+    assert len(shop.provider.book) == 1
 
 
 async def fingerprint(shop: Shop) -> bytes:

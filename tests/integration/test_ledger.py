@@ -13,7 +13,9 @@ from typing import Any, Final
 import asyncpg
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
+from consumer_sdk import calling
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
 from consumer_sdk.effects import Absent, Answer, Applied, CallLimits, Effect, RunFence, provider_key
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES
@@ -386,6 +388,31 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_unknown(bench: Bench)
         await bench.once(wanted, limits=QUICK)
     assert await bench.state(wanted) == "unknown"
     assert len(bench.provider.book) == 1
+
+
+async def test_a_call_that_does_not_end_when_it_is_cancelled_is_not_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It and the provider's question alike: both are the author's, and their time is the ledger's promise."""
+    monkeypatch.setattr(calling, "_CLEAN_UP_SECONDS", 0.001)
+    let_go = asyncio.Event()
+
+    async def stubborn(_effect: Effect) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await let_go.wait()
+
+    wanted = await bench.run()
+    with capture_logs() as logs:
+        with pytest.raises(EffectUnknown, match="timeout"):
+            await bench.once(wanted, call=stubborn, limits=QUICK)
+        with pytest.raises(EffectUnknown, match="timeout"):
+            await bench.once(wanted, limits=QUICK, reconciler=stubborn)
+    assert [entry["call"] for entry in logs] == [CHARGE, f"reconciler of {CHARGE}"]
+    assert await bench.state(wanted) == "unknown"
+    assert bench.provider.calls == []
+    let_go.set()
 
 
 async def test_a_cancelled_call_leaves_the_effect_as_sent(bench: Bench) -> None:

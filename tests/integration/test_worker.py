@@ -19,7 +19,9 @@ import asyncpg
 import httpx
 import pytest
 from pydantic import BaseModel, field_validator
+from structlog.testing import capture_logs
 
+from consumer_sdk import lease_keeping
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
 from consumer_sdk.context import RunContext
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES
@@ -823,6 +825,31 @@ async def test_a_handler_that_tidies_up_past_its_limit_still_ends_with_a_deadlin
     await eventually(lambda: outcomes(worker) == {"retried": 1, "completed": 1})
 
 
+async def test_a_handler_that_does_not_end_is_told_of_once_and_holds_its_slot_only(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease runs out, and the run goes on."""
+    monkeypatch.setattr(lease_keeping, "_PATIENCE_SECONDS", 0.1)
+    let_go = asyncio.Event()
+
+    async def report(context: RunContext, _value: Any) -> None:
+        while context.fencing_token == 1 and not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await let_go.wait()
+
+    leases = {"worker_lease_seconds": 1, "worker_lease_margin_seconds": 0.2, "worker_cancel_grace_seconds": 0}
+    with capture_logs() as logs:
+        worker = await shop.start(handled(report, attempt_seconds=0.3), worker_concurrency=2, **leases)
+        run = await shop.runs.accept()
+        await shop.reaches(run, "completed")
+        let_go.set()
+        await shop.stop(worker)
+
+    told = [entry for entry in logs if entry["event"] == "handler_does_not_end"]
+    assert [(entry["run_id"], entry["stopped_for"]) for entry in told] == [(str(run), "attempt_deadline")]
+    assert outcomes(worker) == {"completed": 1, "lost": 1}
+
+
 async def test_an_attempt_without_progress_ends(shop: Shop) -> None:
     """JOB-35."""
     barrier = Barrier()
@@ -1262,7 +1289,9 @@ async def test_a_stop_lets_short_work_end_and_gives_long_work_back(shop: Shop) -
         stopping.cancel()
         await waiting
 
-    worker = await shop.start(handled(report), worker_lease_seconds=3, worker_lease_margin_seconds=0.3, worker_stop_grace_seconds=2)
+    # No slot is free, so no claim is on its way when the stop comes: what that one brings would be executed.
+    settings = {"worker_lease_seconds": 3, "worker_lease_margin_seconds": 0.3, "worker_stop_grace_seconds": 2}
+    worker = await shop.start(handled(report), worker_concurrency=2, **settings)
     finishes, waits = await shop.runs.accept(data=b'{"short": true}'), await shop.runs.accept(data=b'{"short": false}')
     await short.arrived()
     await long.arrived()

@@ -185,15 +185,28 @@ async def _forget(_context: RunContext, message: str) -> None:
     await asyncio.wait([asyncio.create_task(fail())])
 
 
+async def _stray(context: RunContext) -> None:
+    """Leaves a task behind that never ends, whatever is asked."""
+
+    async def stay() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    _strays.append(asyncio.create_task(stay()))
+    await _note(context, "left a task")
+
+
 _STEPS: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
     "note": _note, "wait": _wait, "ignore": _ignore, "tidy": _tidy, "block": _block, "thread": _thread, "fail": _fail,
     "progress": _progress, "save": _save, "event": _event, "resume": _resume, "effect": _effect, "return": _return,
-    "forget": _forget,
+    "forget": _forget, "stray": _stray,
 }  # fmt: skip
 
 
 _lock: Final = asyncio.Lock()
 _connections: Final[list[Any]] = []
+_strays: Final[list[asyncio.Task[None]]] = []
 
 
 async def _shared() -> Any:

@@ -1,11 +1,17 @@
-"""Whatever a handler raises ends its attempt and nothing else; only who cancels it from outside sees it cancelled."""
+"""Whatever a handler raises ends its attempt and nothing else; only who cancels it from outside sees it cancelled. A call that has
+a time is waited for no longer, whatever it makes of its cancellation."""
 
 import asyncio
+import contextlib
+import gc
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from structlog.testing import capture_logs
 
-from consumer_sdk.calling import HandlerExited, called
+from consumer_sdk import calling
+from consumer_sdk.calling import HandlerExited, called, called_within
 
 
 async def exits() -> None:
@@ -45,3 +51,129 @@ async def test_an_error_of_its_own_is_passed_on() -> None:
 
     with pytest.raises(ValueError, match="why"):
         await called(fails)
+
+
+# What takes no longer than it may
+
+
+class Stubborn:
+    """A call that waits on when it is cancelled, as a driver does that closes a silent connection, until it is let go."""
+
+    def __init__(self, then: Callable[[], object] = lambda: "late") -> None:
+        self.begun = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.ended = asyncio.Event()
+        self._then = then
+
+    async def call(self) -> object:
+        self.begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        self.cancelled.set()
+        await self.let_go.wait()
+        self.ended.set()
+        return self._then()
+
+
+def raises() -> None:
+    raise ValueError("secret")
+
+
+@pytest.fixture
+async def loop_errors() -> AsyncIterator[list[object]]:
+    """What asyncio complains of, which is logged and read by nobody: an error that nobody asked for, say."""
+    told: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context["message"]))
+    yield told
+    loop.set_exception_handler(None)
+
+
+async def test_what_ends_in_time_is_as_if_it_had_no_limit() -> None:
+    async def returns(value: str) -> str:
+        return value
+
+    async def fails() -> None:
+        raise ValueError("why")
+
+    assert await called_within(60, "x", returns, "a") == "a"
+    with pytest.raises(ValueError, match="why"):
+        await called_within(60, "x", fails)
+    for handler in (exits, awaits_what_was_cancelled):
+        with pytest.raises(HandlerExited):
+            await called_within(60, "x", handler)
+
+
+async def test_what_takes_too_long_is_cancelled() -> None:
+    with pytest.raises(TimeoutError):
+        await called_within(0.001, "x", asyncio.Event().wait)
+
+
+async def test_the_model_that_waits_for_it_waits_on() -> None:
+    """What ``asyncio.timeout`` does, which a run stood still of."""
+    stubborn = Stubborn()
+
+    async def limited() -> None:
+        async with asyncio.timeout(0.001):
+            await stubborn.call()
+
+    waiting = asyncio.create_task(limited())
+    await stubborn.cancelled.wait()
+    assert await asyncio.wait([waiting], timeout=0.05) == (set(), {waiting})
+    stubborn.let_go.set()
+    await waiting
+
+
+@pytest.mark.parametrize("then", [lambda: "late", raises, sys.exit])
+async def test_a_call_that_does_not_end_is_left_to_itself_and_told_of(
+    monkeypatch: pytest.MonkeyPatch, loop_errors: list[object], then: Callable[[], object]
+) -> None:
+    monkeypatch.setattr(calling, "_CLEAN_UP_SECONDS", 0.001)
+    stubborn = Stubborn(then)
+    with capture_logs() as logs, pytest.raises(TimeoutError):
+        await called_within(0.001, "card.charge", stubborn.call)
+    (told,) = logs
+    assert (told["event"], told["call"], told["left_behind"]) == ("call_does_not_end", "card.charge", 1)
+    assert "CancelledError" in told["remedy"]
+    assert stubborn.cancelled.is_set()
+    stubborn.let_go.set()
+    await stubborn.ended.wait()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not calling._left
+    gc.collect()
+    assert loop_errors == []
+
+
+async def test_a_call_that_ends_well_while_it_is_cancelled_has_its_result() -> None:
+    """The effect has happened: that is better known than not."""
+    stubborn = Stubborn()
+    stubborn.let_go.set()
+    assert await called_within(0.001, "x", stubborn.call) == "late"
+
+
+@pytest.mark.parametrize("patience", [0.001, 60])
+async def test_whoever_waits_for_a_call_can_be_cancelled_whatever_the_call_does(
+    monkeypatch: pytest.MonkeyPatch, loop_errors: list[object], patience: float
+) -> None:
+    """By a lost lease once, by the end of the process again."""
+    monkeypatch.setattr(calling, "_CLEAN_UP_SECONDS", patience)
+    stubborn = Stubborn(raises)
+    waiting: asyncio.Task[object] = asyncio.create_task(_awaited(called_within(60, "x", stubborn.call)))
+    await stubborn.begun.wait()
+    waiting.cancel()
+    await stubborn.cancelled.wait()
+    if patience > 1:
+        waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    stubborn.let_go.set()
+    await stubborn.ended.wait()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert loop_errors == []
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
