@@ -1,6 +1,5 @@
 """Writes the chunks of a worker's executions: batched over runs, repeated while that may help, told apart if refused."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
@@ -8,6 +7,7 @@ from uuid import UUID
 
 from consumer_sdk.chunk_store import ChunkBatch, ChunkStore, Part, PlaceTaken, Stream
 from consumer_sdk.jobs import Claim, JobKey, Standing
+from consumer_sdk.late import Late
 from consumer_sdk.live import LiveSender
 from consumer_sdk.patience import patiently
 from fencepost.batching import Batcher
@@ -50,8 +50,7 @@ class ChunkWriter:
         self._ring = ring
         self.count = count
         self._pooler = pooler
-        self._opening = asyncio.Lock()
-        self._store: ChunkStore | None = None
+        self._store = Late(self._open)
         self._batches = Batcher[ChunkBatch, bool](self._store_all)
         self._live = LiveSender(self._send_live, count)
 
@@ -59,7 +58,7 @@ class ChunkWriter:
         """How the stream stands, a new attempt opened if its newest holds what will be published anew."""
 
         async def write() -> Stream | None:
-            return await (await self._opened()).open_stream(claim)
+            return await (await self._store.opened()).open_stream(claim)
 
         stream = await self._fenced("open_stream", claim, write)
         if stream.attempt is not None:
@@ -81,7 +80,7 @@ class ChunkWriter:
         """Copy a step's chunks to an attempt, at most ``room``: how many, and whether the stream was cut."""
 
         async def write() -> tuple[int, bool] | None:
-            store = await self._opened()
+            store = await self._store.opened()
             return await store.carry(
                 claim, attempt=attempt, next_offset=next_offset, step=step, occurrence=occurrence, part=part, room=room
             )
@@ -97,28 +96,23 @@ class ChunkWriter:
 
     async def forget(self, retention: timedelta, *, limit: int) -> int:
         """Delete chunks of lineages that ended longer ago than ``retention``; how many."""
-        return await (await self._opened()).forget(retention, limit=limit)
+        return await (await self._store.opened()).forget(retention, limit=limit)
 
     async def close(self) -> None:
         """Close the connections, even those that are being opened, and drop the live chunks that are on their way."""
         await self._live.close()
-        async with self._opening:
-            if self._store is not None:
-                await self._store.close()
+        await self._store.close()
 
-    async def _opened(self) -> ChunkStore:
-        async with self._opening:
-            if self._store is None:
-                self._store = await ChunkStore.open(
-                    self._database_url,
-                    worker_id=self._worker_id,
-                    timeout_seconds=min(self._lease_seconds / 3, _MOST_STATEMENT_SECONDS),
-                    pooler=self._pooler,
-                )
-        return self._store
+    async def _open(self) -> ChunkStore:
+        return await ChunkStore.open(
+            self._database_url,
+            worker_id=self._worker_id,
+            timeout_seconds=min(self._lease_seconds / 3, _MOST_STATEMENT_SECONDS),
+            pooler=self._pooler,
+        )
 
     async def _send_live(self, chunks: Sequence[str]) -> bool:
-        return await (await self._opened()).send_live(chunks)
+        return await (await self._store.opened()).send_live(chunks)
 
     async def _fenced(self, what: str, claim: Claim, write: Callable[[], Awaitable[_Answer | None]]) -> _Answer:
         """Write, and again while the database is away or the row is locked, no longer than a lease lasts: the handler is stopped
@@ -136,7 +130,7 @@ class ChunkWriter:
         return await patiently(once, until=lease_clock() + self._lease_seconds, failed=lambda: None)
 
     async def _store_all(self, batches: Sequence[ChunkBatch]) -> Sequence[bool]:
-        store = await self._opened()
+        store = await self._store.opened()
         held: list[bool] = []
         for statement in _statements(batches):
             held += await self._store_some(store, statement)

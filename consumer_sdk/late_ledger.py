@@ -1,9 +1,9 @@
 """The ledger of a process, opened when the first effect is asked for: most handlers have none."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from consumer_sdk.effect_store import EffectStore
+from consumer_sdk.late import Late
 from consumer_sdk.ledger import Ledger, ledger_secrets
 from fencepost.codec import PLAIN, PayloadCodec
 from fencepost.database import Statements
@@ -25,27 +25,21 @@ class LateLedger:
         count: Callable[[str], None],
         codec: PayloadCodec = PLAIN,
     ) -> None:
-        self._open_effects = open_effects
+        self._effects = Late(open_effects)
         self._holder = holder
         self._secrets = secrets
         self._count = count
         self._codec = codec
-        self._effects: Statements | None = None
         self._ledger: Ledger | None = None
-        self._opening = asyncio.Lock()
 
     async def opened(self) -> Ledger:
         """The ledger. Raises what opening it raises, each time anew."""
-        async with self._opening:
-            if self._ledger is None:
-                secrets = ledger_secrets(self._secrets)
-                self._effects = await self._open_effects()
-                store = EffectStore(self._effects.fetch, self._holder)
-                self._ledger = Ledger(store, secrets, codec=self._codec, count=self._count)
+        if self._ledger is None:
+            secrets = ledger_secrets(self._secrets)
+            store = EffectStore((await self._effects.opened()).fetch, self._holder)
+            self._ledger = Ledger(store, secrets, codec=self._codec, count=self._count)
         return self._ledger
 
     async def close(self) -> None:
         """Close its connections."""
-        async with self._opening:  # those that are being opened would be left
-            if self._effects is not None:
-                await self._effects.close()
+        await self._effects.close()

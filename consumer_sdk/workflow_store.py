@@ -1,12 +1,12 @@
 """The database adapter of workflows' steps, timers and continuations: one method a statement, and no decision of its own."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
 from consumer_sdk.jobs import Claim, Continuation
+from consumer_sdk.late import Late
 from consumer_sdk.run_store import PLANNER, ROLE, usage_columns
 from consumer_sdk.steps import KeptStep, StepKey, StepRecord, Timer
 from fencepost.database import StatementPool
@@ -28,8 +28,7 @@ class WorkflowStore:
         self._worker_id = worker_id
         self._timeout = timeout_seconds
         self._pooler = pooler
-        self._opening = asyncio.Lock()
-        self._pool: StatementPool | None = None
+        self._pool = Late(self._open)
 
     async def record(self, records: Sequence[StepRecord]) -> Mapping[int, bool]:
         """Keep what steps returned. By their place, where the fence let it through: whether the row is the lease's."""
@@ -104,19 +103,13 @@ class WorkflowStore:
 
     async def close(self) -> None:
         """Close the connections, those as well that are being opened for a write that nobody waits for any more."""
-        async with self._opening:
-            if self._pool is not None:
-                await self._pool.close()
+        await self._pool.close()
 
     async def _fetch(self, name: str, *arguments: object) -> Sequence[Any]:
-        pool = self._pool or await self._opened()
-        return await pool.fetch(name, *arguments)
+        return await (await self._pool.opened()).fetch(name, *arguments)
 
-    async def _opened(self) -> StatementPool:
-        async with self._opening:
-            if self._pool is None:
-                settings = {"application_name": "fencepost-steps"} | ({} if self._pooler else PLANNER)
-                self._pool = await StatementPool.open(
-                    self._database_url, _SQL, role=ROLE, size=_POOL_SIZE, timeout_seconds=self._timeout, server_settings=settings
-                )
-        return self._pool
+    async def _open(self) -> StatementPool:
+        settings = {"application_name": "fencepost-steps"} | ({} if self._pooler else PLANNER)
+        return await StatementPool.open(
+            self._database_url, _SQL, role=ROLE, size=_POOL_SIZE, timeout_seconds=self._timeout, server_settings=settings
+        )

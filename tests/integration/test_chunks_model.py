@@ -104,7 +104,7 @@ class Bench:
         for worker in WORKERS:
             pool = await StatementPool.open(url, statements, role=ROLE, size=2, timeout_seconds=20, server_settings={})
             self.stores[worker] = UnreliableStore(pool, worker)
-            (await streams.writer(worker))._store = self.stores[worker]
+            (await streams.writer(worker))._store._opened = self.stores[worker]
         return streams
 
     def run(self, call: Coroutine[Any, Any, Any]) -> Any:

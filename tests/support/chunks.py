@@ -164,7 +164,7 @@ class Streams:
         assert CHUNK_STATEMENTS[statement].count(right) == 1
         altered = {**CHUNK_STATEMENTS, statement: CHUNK_STATEMENTS[statement].replace(right, wrong)}
         pool = await StatementPool.open(self.crew.url, altered, role=ROLE, size=2, timeout_seconds=10, server_settings={})
-        (await self.writer(worker_id, lease_seconds=lease_seconds))._store = ChunkStore(pool, worker_id)
+        (await self.writer(worker_id, lease_seconds=lease_seconds))._store._opened = ChunkStore(pool, worker_id)
 
     def _count(self, outcome: str, chunks: int) -> None:
         self.counted[outcome] += chunks
