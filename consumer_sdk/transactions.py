@@ -17,7 +17,7 @@ from fencepost.clock import lease_clock
 from fencepost.database import StatementPool, inlined, translation
 from fencepost.errors import TransientError
 from fencepost.statements import load_statements
-from fencepost.watched import WatchedConnection
+from fencepost.watched import UNSET, WatchedConnection
 
 if TYPE_CHECKING:
     _Proxy: TypeAlias = PoolConnectionProxy[asyncpg.Record]
@@ -27,6 +27,8 @@ else:
 __all__ = ["HandlerConnection", "Transactions", "open_effects", "whole_milliseconds"]
 
 _RECORD: Final = load_statements("consumer_sdk", "messages.sql")["record_message"]
+# An earlier handler may have left its own settings, another tenant's search path say.
+_BEGIN: Final = f"BEGIN; {UNSET}"
 _GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
 
 # Cut short, or on a server that became a reader: not used again, nor waited for.
@@ -47,7 +49,7 @@ class HandlerConnection(WatchedConnection):
 
     async def begin(self, rest: str) -> int:
         """Begin a transaction, in which the statements ``rest`` are the first; how many rows the last of them came to."""
-        status = await self.execute("BEGIN; " + rest)
+        status = await self.execute(_BEGIN + rest)
         if self._outer is None:
             self._outer = self.transaction()
         self._top_xact = self._outer

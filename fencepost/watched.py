@@ -1,4 +1,5 @@
-"""A connection that is lent out within a transaction, and notices when whoever has it ends that transaction.
+"""A connection that is lent out within a transaction, and notices when whoever has it ends that transaction. What they set for the
+session is undone before the next one has it.
 
 A statement that may do so is told by its words, and only then the transaction is looked at, before it and after it: two statements
 more for such a one, and none for any other.
@@ -9,7 +10,10 @@ from typing import Any, Final
 
 import asyncpg
 
-__all__ = ["WatchedConnection"]
+__all__ = ["UNSET", "WatchedConnection"]
+
+#: Undoes SET, set_config and SET ROLE, which RESET ALL leaves: all is again as the session began.
+UNSET: Final = "RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; "
 
 _SPACE: Final = r"(?:\s++|--[^\n]*+(?:\n|\Z)|/\*[^*]*+\*++(?:[^/*][^*]*+\*++)*+/)*+"
 # Of savepoints only is ROLLBACK TO. Too much may match, in a text say: it costs a look.
@@ -30,6 +34,10 @@ class WatchedConnection(asyncpg.Connection):
     def watch(self) -> None:
         """A transaction has begun."""
         self.was_ended = False
+
+    def get_reset_query(self) -> str:
+        """What a pool of the driver's sends before the connection is another's."""
+        return f"{super().get_reset_query()}\n{UNSET}"
 
     async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:  # noqa: ASYNC109 - the driver's
         if args or _ENDING.search(query) is None:  # what has arguments is one command, and comes to `_execute`

@@ -100,6 +100,35 @@ async def test_the_bounds_are_the_transaction_s(transactions: Transactions) -> N
         assert await connection.fetchval("SHOW statement_timeout") == "10s"
 
 
+@pytest.mark.parametrize("how", ["committed", "undone", "handled before"])
+@pytest.mark.parametrize("sessions", ["own", "a pooler's"])
+async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(
+    database_url: str, database: Any, how: str, sessions: str
+) -> None:
+    """Another tenant's search path or role would be the next message's. What the session began with stays: its bounds too."""
+    own = Transactions(
+        database_url, role=ROLE, size=1, limit_seconds=10, longest_seconds=60, own_sessions=sessions == "own"
+    )  # fmt: skip
+    await database.execute("CREATE SCHEMA other")
+    seen = "SELECT current_user, current_setting('search_path'), current_setting('work_mem'), current_setting('statement_timeout')"
+    async with recorded(own, limit_seconds=60) as connection:
+        pid, before = await connection.fetchval("SELECT pg_backend_pid()"), await connection.fetchrow(seen)
+    with contextlib.suppress(ValueError):
+        async with recorded(own, PING._replace(run_key="set"), limit_seconds=60) as connection:
+            await connection.execute(
+                "SET search_path = other; SET ROLE pg_monitor; SET statement_timeout = 0; SET work_mem = '1MB'"
+            )
+            assert await connection.fetchrow(seen) != before
+            if how == "undone":
+                raise ValueError
+    if how == "handled before":
+        async with recorded(own, limit_seconds=60) as nothing:
+            assert nothing is None
+    async with recorded(own, PING._replace(run_key="next"), limit_seconds=60) as connection:
+        assert (await connection.fetchval("SELECT pg_backend_pid()"), await connection.fetchrow(seen)) == (pid, before)
+    own.close()
+
+
 async def test_who_waits_for_another_delivery_waits_no_longer_than_its_bound(transactions: Transactions, database: Any) -> None:
     async with recorded(transactions):
         with pytest.raises(TransientError, match="statement timeout"):

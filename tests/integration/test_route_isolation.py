@@ -1,4 +1,5 @@
-"""Starts of different keys do not meet, whatever isolation level the database begins transactions with."""
+"""Starts of different keys do not meet, whatever isolation level the database begins transactions with, and whatever a handler sets
+for the connection that they share."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -52,3 +53,26 @@ async def test_starts_of_different_keys_do_not_cancel_each_other_under_a_default
     assert [answer.status_code for answer in answers] == [202] * STARTS
     assert levels == {"read committed"}
     assert await shop.connection.fetchval("SELECT count(*) FROM fencepost.runs") == STARTS
+
+
+async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(shop: Shop) -> None:
+    """Another tenant's search path or role would be the next request's, and Fencepost's own statements would have it as well."""
+    own = Shop(shop.database_url, shop.connection, routes_start_connections=1)
+    seen: list[object] = []
+
+    async def orders(order: OrderIn, tx: Tx) -> PlaceOrder:
+        found = await tx.fetchrow("SELECT pg_backend_pid(), current_user, current_setting('search_path')")
+        seen.append(found)
+        await tx.execute("SET search_path = pg_temp; SET ROLE pg_monitor; SET LOCAL ROLE NONE")
+        return PlaceOrder(user="ada", order=order, row=1)
+
+    router = own.durable.router()
+    router.post("/orders", status_code=201)(own.durable.route(own.workflow, wait_seconds=0)(orders))
+    app = FastAPI()
+    app.include_router(router)
+    own.durable.install(app)
+    async with own.serving(app) as http:
+        for n in range(2):
+            headers = bearer() | {"idempotency-key": f"k-{n}"}
+            assert (await http.post("/orders", json={"item": "book"}, headers=headers)).status_code == 202
+    assert seen[0] == seen[1]
