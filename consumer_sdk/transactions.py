@@ -45,7 +45,6 @@ class HandlerConnection(WatchedConnection):
     would make it more; it only stands there, so that a transaction which a handler begins is a savepoint."""
 
     _outer: Transaction | None = None
-    _top_xact: Transaction | None
 
     async def begin(self, rest: str) -> int:
         """Begin a transaction, in which the statements ``rest`` are the first; how many rows the last of them came to."""
@@ -58,15 +57,14 @@ class HandlerConnection(WatchedConnection):
 
     async def end(self, *, commit: bool) -> None:
         """Commit or undo it. What PostgreSQL undoes where it was to commit has failed."""
-        self._top_xact = None
         if not commit:
+            self._top_xact = None
             await self.execute("ROLLBACK")
             return
         if self.was_ended or not self.is_in_transaction():
             told = "the handler ended the transaction, which is not its own; what it wrote may be undone"
             raise asyncpg.NoActiveSQLTransactionError(told)
-        if await self.execute("COMMIT") != "COMMIT":
-            raise asyncpg.InFailedSQLTransactionError("a statement of the transaction had failed, and nothing was committed")
+        await self.commit()
 
     def returned(self) -> None:
         """The handler's cursors, statements and listeners end here, as where a pool of the driver's takes a connection back."""

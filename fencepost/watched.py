@@ -9,6 +9,7 @@ import re
 from typing import Any, Final
 
 import asyncpg
+from asyncpg.transaction import Transaction
 
 __all__ = ["UNSET", "WatchedConnection"]
 
@@ -30,10 +31,17 @@ class WatchedConnection(asyncpg.Connection):
     """``was_ended``: the transaction that ``watch`` was called in has ended, whether or not another is open now."""
 
     was_ended: bool = False
+    _top_xact: Transaction | None
 
     def watch(self) -> None:
         """A transaction has begun."""
         self.was_ended = False
+
+    async def commit(self) -> None:
+        """End the transaction. Raises ``InFailedSQLTransactionError`` where PostgreSQL undid it: it only says ROLLBACK then."""
+        self._top_xact = None  # the driver's own object of the transaction stays as it is, and nobody asks it any more
+        if await self.execute("COMMIT") != "COMMIT":
+            raise asyncpg.InFailedSQLTransactionError("a statement of the transaction had failed, and nothing was committed")
 
     def get_reset_query(self) -> str:
         """What a pool of the driver's sends before the connection is another's."""

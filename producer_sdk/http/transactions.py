@@ -136,7 +136,7 @@ class PoolTransactions:
             async with translated("begin", role=ROLE), asyncio.timeout(self._timeout):
                 await transaction.start()
             connection.watch()
-            opened = _PoolTransaction(connection, transaction)
+            opened = _PoolTransaction(connection)
             yield opened
             if not opened.committed:
                 await transaction.rollback()
@@ -173,10 +173,9 @@ def _terminate(connection: Any) -> None:
 
 
 class _PoolTransaction:
-    def __init__(self, connection: Any, transaction: Any) -> None:
+    def __init__(self, connection: Any) -> None:
         self.tx = connection
         self.committed = False
-        self._transaction = transaction
 
     async def row(self, statement: Statement, parameters: Parameters) -> Sequence[Any]:
         async with translated("start", role=ROLE):
@@ -194,7 +193,7 @@ class _PoolTransaction:
             raise TransactionRequired(_NOT_THEIRS)
         self.committed = True
         try:
-            await self._transaction.commit()
+            await self.tx.commit()
         except _LOST as error:
             _raise_for_commit(error)
             raise

@@ -352,6 +352,25 @@ async def test_a_handler_that_breaks_its_transaction_starts_nothing(shop: Shop, 
         assert (await client.order()).status_code == 201
 
 
+async def test_a_transaction_that_fails_behind_the_run_s_row_is_told_as_failed(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R31: a task that the handler left goes on with ``tx``. PostgreSQL answers the COMMIT with a ROLLBACK, and no error."""
+    commit = _PoolTransaction.commit
+
+    async def fails_before(transaction: _PoolTransaction) -> None:
+        await passes_over_an_error(transaction.tx)
+        await commit(transaction)
+
+    async with shop.serving(shop.app(), raising=False) as http, shop.working():
+        client = Counterpart(http)
+        with monkeypatch.context() as patched:
+            patched.setattr(_PoolTransaction, "commit", fails_before)
+            for _ in range(12):  # more than there are connections
+                answer = await client.order()
+                assert (answer.status_code, "location" in answer.headers) == (500, False)
+        assert set((await shop.stored()).values()) == {0}
+        assert not is_replay(await client.order())
+
+
 @pytest.mark.parametrize("tenant", ["", "a\0b", "a\ud800"])
 async def test_a_tenant_that_is_none_is_told_so_everywhere(shop: Shop, tenant: str) -> None:
     """SEC: what a claim or a header holds may reach the principal."""
