@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from fencepost.errors import InvalidCommand
+from fencepost.finite import check_finite, finite_json
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -16,9 +17,7 @@ MAX_OUTPUT_BYTES: Final = 1_000_000
 def encoded(field: str, value: object, *, most: int) -> bytes:
     """``value`` as JSON; a pydantic model by its own rules. Raises ``InvalidCommand`` that names the limit and no content."""
     try:
-        dump = getattr(value, "model_dump_json", None)
-        text = dump() if dump is not None else json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        payload = str(text).encode()
+        payload = _of_model(value) if hasattr(value, "model_dump_json") else _of_plain(value)
     except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no value may end the worker
         raise InvalidCommand(field, "must be a value that JSON can hold", "convert it first") from None
     return _within(field, payload, most)
@@ -27,10 +26,21 @@ def encoded(field: str, value: object, *, most: int) -> bytes:
 def encoded_as(field: str, adapter: "TypeAdapter[Any]", value: object, *, most: int) -> bytes:
     """``value``, checked against its declared type, as JSON under the names that clients use. Raises ``InvalidCommand``."""
     try:
-        payload = adapter.dump_json(adapter.validate_python(value), by_alias=True)
+        payload = finite_json(adapter, adapter.validate_python(value))
     except Exception:  # noqa: BLE001 - a boundary: the model is the author's, and no value may end the worker
-        raise InvalidCommand(field, "must be of the type that the workflow declares", "convert it first") from None
+        limit = "must be of the type that the workflow declares, and a value that JSON can hold"
+        raise InvalidCommand(field, limit, "convert it first") from None
     return _within(field, payload, most)
+
+
+def _of_plain(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _of_model(model: Any) -> bytes:
+    payload = str(model.model_dump_json()).encode()
+    check_finite(payload, model.model_dump)
+    return payload
 
 
 def _within(field: str, payload: bytes, most: int) -> bytes:

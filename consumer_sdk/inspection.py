@@ -30,7 +30,16 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 SMALLEST_ID: Final = UUID(int=0)
 LARGEST_ID: Final = UUID(int=2**128 - 1)
 
-RunId = Annotated[UUID, typer.Argument(help="The run's id.", metavar="RUN_ID")]
+
+def _run_id(text: str) -> UUID:
+    """Raises ``typer.BadParameter``, which does not quote: what was pasted may be a client's key."""
+    try:
+        return UUID(text)
+    except ValueError:
+        raise typer.BadParameter("must be the id of a run, a UUID; `fencepost runs list` shows them") from None
+
+
+RunId = Annotated[UUID, typer.Argument(help="The run's id, as `fencepost runs list` shows it.", metavar="RUN_ID", parser=_run_id)]
 Actor = Annotated[str, typer.Option(help="Who does this, for the audit row.")]
 Reason = Annotated[str, typer.Option(help="Why, for the audit row.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, change nothing.")]

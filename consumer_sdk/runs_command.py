@@ -123,7 +123,7 @@ async def _story(database_url: str, run_id: UUID, tenant: str | None) -> tuple[M
         owner = tenant or await _tenant_of(inspector, run_id)
         found = await inspector.rows("run", run_id, owner)
         if not found:
-            raise RunNotFound(f"tenant {owner} has no run {run_id}")
+            raise _not_found(f"tenant {owner} has no run {run_id}")
         run = found[0]
         attempts = await inspector.rows("run_attempts", run_id, owner, _STORY_MOST)
         events = await inspector.rows("run_events", run_id, owner, _STORY_MOST)
@@ -136,10 +136,15 @@ async def _story(database_url: str, run_id: UUID, tenant: str | None) -> tuple[M
 async def _tenant_of(inspector: Inspector, run_id: UUID) -> str:
     tenants = [row["tenant_id"] for row in await inspector.rows("tenants_of", run_id)]
     if not tenants:
-        raise RunNotFound(f"there is no run {run_id}")
+        raise _not_found(f"there is no run {run_id}")
     if len(tenants) > 1:
         raise typer.BadParameter(f"several tenants have a run {run_id}; say which by --tenant")
     return str(tenants[0])
+
+
+def _not_found(what: str) -> RunNotFound:
+    """For whoever pasted another id: they look alike."""
+    return RunNotFound(f"{what}; `fencepost runs list` shows the ids of runs, which are neither monitors' ids nor idempotency keys")
 
 
 def _print_summary(run: Mapping[str, Any]) -> None:
@@ -308,7 +313,7 @@ def cancel(
 def _refuse_cancel(answer: Mapping[str, Any], run_id: UUID, tenant: str, expected: int | None) -> None:
     match answer["outcome"]:
         case "not_found":
-            raise RunNotFound(f"tenant {tenant} has no run {run_id}")
+            raise _not_found(f"tenant {tenant} has no run {run_id}")
         case "ended":
             raise RunEnded(answer["run_state"])
         case "changed":
@@ -337,7 +342,7 @@ def resume(
     with answering():
         answer = asyncio.run(_resume(database_url, (tenant, run_id, actor, reason), dry_run=dry_run))
         if answer["outcome"] == "not_found":
-            raise RunNotFound(f"tenant {tenant} has no run {run_id}")
+            raise _not_found(f"tenant {tenant} has no run {run_id}")
         if answer["outcome"] == "not_parked":
             raise RunChanged("the run is not parked; nothing was changed")
     if as_json:
@@ -421,7 +426,7 @@ def _retention(days: float, hours: float | None) -> timedelta:
 def _refuse_replay(answer: Mapping[str, Any], run_id: UUID, tenant: str) -> None:
     match answer["outcome"]:
         case "not_found":
-            raise RunNotFound(f"tenant {tenant} has no run {run_id}")
+            raise _not_found(f"tenant {tenant} has no run {run_id}")
         case "not_dead":
             raise ReplayRefused("the run did not fail; only failed runs are run anew")
         case "already_replayed":

@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from consumer_sdk.jobs import JobKey
 from fencepost.canonical_json import canonical_json
 from fencepost.errors import InvalidCommand
+from fencepost.finite import finite_json
 from fencepost.secrets import Secrets, joined
 
 __all__ = [
@@ -78,7 +79,7 @@ def encoded_result(name: str, function: StepFunction, result: object) -> tuple[b
     next ones will. Raises ``InvalidCommand`` that names the step and no value."""
     adapter = _result_of(function)
     try:
-        payload = adapter.dump_json(result, by_alias=True, round_trip=True, warnings="error")
+        payload = finite_json(adapter, result, round_trip=True, warnings="error")
         return payload, adapter.validate_json(payload)
     except Exception:  # noqa: BLE001 - a boundary: models and serializers are the author's
         limit = "must be what the function's return annotation says, and a value that JSON can hold"

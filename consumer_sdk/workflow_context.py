@@ -282,7 +282,7 @@ class WorkflowContext(RunContext):
             if kept.result is None:
                 raise ValueError
             result = decoded_result(function, self._state.codec.decode(kept.result))
-        except ValueError:
+        except Exception:  # noqa: BLE001 - a boundary: codec and model are the author's
             self._changed(f"step {place.step}: what is kept cannot be read")
         return cast("_Result", result)
 

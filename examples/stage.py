@@ -115,13 +115,14 @@ async def open_stage(
             yield Stage(processes, url, port=port, variables=variables)
 
 
-def keep_open(application: str, handlers: str, *, port: int) -> int:
-    """Run a server and a worker until Ctrl-C, and start again whichever is killed. The exit code."""
+def keep_open(application: str, handlers: str, *, port: int, begin: Callable[[str], str] = "open: {}".format) -> int:
+    """Run a server and a worker until Ctrl-C, and start again whichever is killed. ``begin`` says, of the server's address, what
+    can be done there. The exit code."""
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # its retries while Kafka starts are nobody's concern here
     told("starting PostgreSQL and Kafka; the first time, Kafka is downloaded")
     try:
         with tempfile.TemporaryDirectory(prefix="fencepost-example-") as logs, start_services() as services:
-            asyncio.run(_keep_open(services, Path(logs), application, handlers, port))
+            asyncio.run(_keep_open(services, Path(logs), application, handlers, port, begin))
     except ServicesError as error:
         print(error, file=sys.stderr)
         return 2
@@ -130,14 +131,16 @@ def keep_open(application: str, handlers: str, *, port: int) -> int:
     return 0
 
 
-async def _keep_open(services: Services, logs: Path, application: str, handlers: str, port: int) -> None:
+async def _keep_open(
+    services: Services, logs: Path, application: str, handlers: str, port: int, begin: Callable[[str], str]
+) -> None:
     async with open_stage(services, logs, port=port) as stage:
         start: dict[str, Callable[[], Awaitable[None]]] = {
             "server": partial(stage.serve, application),
             "worker": partial(stage.work, handlers),
         }
         await asyncio.gather(*(one() for one in start.values()))
-        told(f"\nopen: {stage.url} (Ctrl-C ends it). What you kill is started again:")
+        told(f"\n{begin(stage.url)}\n\nCtrl-C ends it. What you kill is started again:")
         for name in start:
             told(f"  kill -9 {stage.pid(name)}    # the {name}")
         while True:

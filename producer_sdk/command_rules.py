@@ -13,6 +13,7 @@ from uuid import UUID
 from fencepost.canonical_json import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, canonical_json, parse_json
 from fencepost.codec import MAX_DATA_KEY_BYTES
 from fencepost.errors import InvalidCommand, InvalidEvent, InvalidJson
+from fencepost.finite import check_finite
 from producer_sdk.rules import check_optional_text, check_text, check_topic
 
 __all__ = [
@@ -44,6 +45,7 @@ _MAX_VERSION: Final = 2**31 - 1
 _MAX_RUN_VERSION: Final = 2**63 - 1
 _ENCODER_REASONS: Final = {
     "Out of range float": "it holds NaN or an infinity",
+    "holds NaN": "it holds NaN or an infinity",
     "Circular reference": "it holds itself",
     "Exceeds the limit": f"it holds a number of more than {MAX_DIGITS} digits",
 }
@@ -187,10 +189,12 @@ def _unencodable(message: str) -> str:
 
 
 def _model_values(value: object) -> object:
-    dump: Callable[..., object] | None = getattr(value, "model_dump", None)
+    dump: Callable[[], str] | None = getattr(value, "model_dump_json", None)
     if dump is None:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return dump(mode="json")
+    payload = dump().encode()
+    check_finite(payload, value.model_dump)  # type: ignore[attr-defined]
+    return json.loads(payload)
 
 
 def _as_event_rule(check: Callable[..., None], *arguments: object, **options: object) -> None:

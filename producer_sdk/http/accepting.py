@@ -18,6 +18,7 @@ from starlette.background import BackgroundTasks
 
 from fencepost.clock import lease_clock
 from fencepost.errors import ConfigurationError, InProgress, InvalidCommand, KeyExpired, TransientError
+from fencepost.finite import finite_json
 from fencepost.secrets import Secrets
 from fencepost.workflows import Workflow
 from producer_sdk.command import Command
@@ -298,7 +299,7 @@ class Accepting:
 
 def _input(workflow: Workflow, given: object) -> bytes:
     try:
-        return workflow.input.dump_json(workflow.input.validate_python(given), by_alias=True)
+        return finite_json(workflow.input, workflow.input.validate_python(given))
     except ValueError:
         # Without its cause: that error quotes the value.
         raise TypeError(f"the handler returned a {type(given).__name__}, which is no input of workflow {workflow.name}") from None

@@ -1,5 +1,6 @@
-"""What a client is told of a lineage: from how it stands to status, headers and bytes. Pure, and the same for route, monitor and
-stream. Headers of a run are added by who knows whether the request has started it."""
+"""What a client is told of a lineage: from how it stands to status, headers and bytes. Pure but for a line in the log where the
+codec fails, and the same for route, monitor and stream. Headers of a run are added by who knows whether the
+request has started it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from uuid import UUID
 from starlette.types import Send
 
 from fencepost.codec import PayloadCodec
+from producer_sdk.http.decoding import decoded
 from producer_sdk.http.problems import MEDIA_TYPE, PROBLEMS, problem_body
 from producer_sdk.http.store import Standing
 
@@ -120,9 +122,8 @@ def result_answer(standing: Standing, codec: PayloadCodec, *, success_status: in
 
 def _success(standing: Standing, codec: PayloadCodec, status: int) -> Answer:
     stored = standing.output if standing.answer is None else standing.answer
-    try:
-        body = b"null" if stored is None else codec.decode(stored)
-    except ValueError:
+    body = b"null" if stored is None else decoded(codec, stored)
+    if body is None:
         return problem_answer("result-unavailable")
     return Answer(status=status, outcome="result", media_type=_JSON, body=body)
 
@@ -130,8 +131,11 @@ def _success(standing: Standing, codec: PayloadCodec, status: int) -> Answer:
 def _failure(standing: Standing, codec: PayloadCodec) -> Answer:
     if standing.failure is None:
         return problem_answer(_DEATHS.get(standing.dead_reason or "", "failed"))
+    payload = decoded(codec, standing.failure)
+    if payload is None:
+        return problem_answer("result-unavailable")
     try:
-        failure = json.loads(codec.decode(standing.failure))
+        failure = json.loads(payload)
         members = {"error_type": failure["type"], "error_details": failure.get("details")}
         return problem_answer("workflow-failed", status=int(failure["status"]), members=members)
     except (ValueError, KeyError, TypeError):

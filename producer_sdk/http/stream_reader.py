@@ -14,6 +14,7 @@ from fencepost.codec import PayloadCodec
 from fencepost.errors import TransientError
 from producer_sdk.http import frames
 from producer_sdk.http.cursor import START
+from producer_sdk.http.decoding import decoded
 from producer_sdk.http.live import LiveQueue
 from producer_sdk.http.store import CUT_OFFSET, Chunk, LineageKey, Place, RouteStore, Standing
 from producer_sdk.http.watch import Follower, Watch
@@ -148,11 +149,12 @@ class StreamReader:
         return news
 
     def _content(self, chunk: Chunk) -> bytes | None:
-        try:
-            return None if chunk.data is None else self._codec.decode(chunk.data)
-        except ValueError:
-            self.unreadable = True
+        if chunk.data is None:
             return None
+        data = decoded(self._codec, chunk.data)
+        if data is None:
+            self.unreadable = True
+        return data
 
     def _next_attempt(self, number: int) -> bytes:
         self.place = Place(number, -1)

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from fencepost.clock import lease_clock
 from fencepost.codec import PayloadCodec, lineage_codec
 from fencepost.errors import TransientError
+from fencepost.finite import finite_json
 from producer_sdk.http.answers import (
     NO_STORE,
     Answer,
@@ -120,7 +121,7 @@ def _shaped(operation: Operation, standing: Standing, codec: PayloadCodec) -> by
     assert operation.presented is not None
     result = operation.workflow.result.validate_json(codec.decode(standing.output or b"null"))
     shaped = operation.presented.validate_python(operation.present(result))
-    return codec.encode(operation.presented.dump_json(shaped, by_alias=True))
+    return codec.encode(finite_json(operation.presented, shaped))
 
 
 async def _answer(started: Started, receive: Receive) -> Answer:

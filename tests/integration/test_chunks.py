@@ -20,6 +20,7 @@ from consumer_sdk.publishing import MAX_CHUNK_BYTES, MOST_STORED, Publisher
 from fencepost.errors import InvalidCommand, InvariantViolated, LeaseLost, TransientError
 from tests.support.chunks import CUT, Execution, Frame, Streams, gathered
 from tests.support.commands import user_of
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES
 from tests.support.jobs import completion
 from tests.support.runs import Runs
 from tests.support.waiting import eventually
@@ -673,7 +674,9 @@ async def test_a_model_is_published_by_its_own_rules_and_in_one_line(streams: St
 
 
 @pytest.mark.parametrize(
-    "chunk", ["\ud800", float("nan"), float("inf"), {1, 2}, object(), b"bytes"], ids=lambda chunk: type(chunk).__name__
+    "chunk",
+    ["\ud800", {1, 2}, object(), b"bytes", *IN_PLAIN_VALUES.values(), *IN_MODELS.values()],
+    ids=["half of a pair", "set", "object", "bytes", *IN_PLAIN_VALUES, *IN_MODELS],
 )
 async def test_what_json_cannot_hold_is_refused_and_takes_no_place(streams: Streams, run_id: uuid.UUID, chunk: object) -> None:
     execution = await streams.execute()

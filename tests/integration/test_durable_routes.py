@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import BackgroundTasks, Body, Depends, FastAPI, HTTPException, Response
 from fastapi.middleware.cors import CORSMiddleware
+from structlog.testing import capture_logs
 
 from consumer_sdk.classification import Terminal
 from consumer_sdk.workflow_context import WorkflowContext
@@ -17,6 +18,7 @@ from fencepost.devservices import Services
 from producer_sdk.http import EXPOSED_HEADERS, REQUEST_HEADERS, Tx
 from producer_sdk.http.waiting import JsonReply
 from tests.support.emptied import emptied
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES, INFINITE, NAN, Constants, Measured
 from tests.support.routes import (
     DOMAIN,
     SOON,
@@ -947,6 +949,73 @@ async def test_a_handler_that_returns_something_else(shop: Shop) -> None:
     assert PASSWORD not in str(caught.value)
     assert caught.value.__cause__ is None
     assert await shop.stored() == NOTHING
+
+
+async def test_a_handler_that_returns_an_infinity_or_a_nan(shop: Shop) -> None:
+    """SEC-3: the application's error, as any other input that does not fit; the workflow would get nothing in its place."""
+
+    @shop.durable.workflow("measure")
+    async def measure(_context: WorkflowContext, _value: Any) -> None: ...
+
+    values = [*IN_PLAIN_VALUES.values(), *IN_MODELS.values()]
+    given = iter(values)
+
+    @shop.durable.route(measure, name="measured")
+    async def measured(order: OrderIn) -> Any:
+        return next(given)
+
+    router = shop.durable.router()
+    router.post("/measured", status_code=201)(measured)
+    async with shop.open(prepare=lambda app: app.include_router(router)) as client:
+        for value in values:
+            with pytest.raises(TypeError, match=f"returned a {type(value).__name__}, which is no input of workflow measure"):
+                await client.order(path="/measured")
+    assert await shop.stored() == NOTHING
+
+
+@pytest.mark.parametrize("value", [INFINITE, Measured(value=NAN), Constants(value=INFINITE)], ids=["float", "model", "constants"])
+async def test_an_answer_shaped_to_an_infinity_or_a_nan_is_none(shop: Shop, value: object) -> None:
+    """ROUTE-2: as any other that does not fit; its client would get nothing in its place, or what is no JSON."""
+
+    def present(_order: Order) -> Any:
+        return value
+
+    with capture_logs() as logs:
+        async with shop.open(present=present) as client:
+            assert slug(await client.order()) == "result-unavailable"
+    shaped = [(log["event"], log["error"]) for log in logs if log["event"] == "result_not_shaped"]
+    assert shaped == [("result_not_shaped", "ValueError")]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, RuntimeError, OSError])
+async def test_an_answer_that_the_codec_cannot_read_is_a_problem(shop: Shop, error: type[Exception]) -> None:
+    """ROUTE-30, R45: whatever the codec raises, at the route, at the monitor and for the failure as well."""
+
+    class Failing:
+        def encode(self, payload: bytes) -> bytes:
+            return payload
+
+        def decode(self, payload: bytes) -> bytes:
+            if is_lost:
+                raise error(PASSWORD)
+            return payload
+
+    is_lost = False
+    shop = Shop(shop.database_url, shop.connection, codec=Failing())
+    shop.failures["unicorn"] = OutOfStock()
+    async with shop.open() as client:
+        await client.order("k-1")
+        await client.order("k-2", item="unicorn")
+        is_lost = True
+        with capture_logs() as logs:
+            assert slug(await client.order("k-1")) == "result-unavailable"
+            assert slug(await client.order("k-2", item="unicorn")) == "result-unavailable"
+            for row in await shop.connection.fetch("SELECT monitor_id FROM fencepost.lineages"):
+                answer = await client.http.get(f"/operations/{row['monitor_id']}", headers=bearer())
+                assert slug(answer) == "result-unavailable"
+    told = [log for log in logs if log["event"] == "stored_payload_not_read"]
+    assert [log["error"] for log in told] == [error.__name__] * 4
+    assert PASSWORD not in str(logs)
 
 
 # Arrangements

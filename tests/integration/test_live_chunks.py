@@ -12,6 +12,7 @@ import pytest
 
 from fencepost.errors import InvalidCommand
 from tests.support.chunks import Streams
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.services
@@ -165,7 +166,7 @@ async def test_live_chunks_go_through_the_codec(streams: Streams, listening: Lis
 async def test_what_json_cannot_hold_is_refused(streams: Streams) -> None:
     await streams.crew.runs.accept()
     execution = await streams.execute()
-    for chunk in ("\ud800", float("nan"), object()):
+    for chunk in ("\ud800", object(), *IN_PLAIN_VALUES.values(), *IN_MODELS.values()):
         with pytest.raises(InvalidCommand):
             execution.publisher.emit("", 0, chunk)
 

@@ -90,12 +90,24 @@ def hello(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
-        asyncio.run(eventually(lambda: process.poll() is not None or "open: " in log.read_text(), 60, message="it is open"))
+        asyncio.run(eventually(lambda: process.poll() is not None or "# the worker" in log.read_text(), 60, message="it is open"))
         assert process.poll() is None, log.read_text()
         yield address
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, log.read_text()
+
+
+def test_what_the_service_says_first_can_be_done(hello: str, tmp_path: Path) -> None:
+    """An order, and the same one again; there is no page to open."""
+    said = (tmp_path / "hello.log").read_text()
+    [command] = re.findall(r"^  (curl .*?)\n\n", said, re.MULTILINE | re.DOTALL)
+    first, again = (subprocess.run(command, shell=True, check=True, capture_output=True, text=True).stdout for _ in range(2))
+    assert first.startswith("HTTP/1.1 201 Created")
+    assert "idempotent-replayed: true" in again
+    assert first.splitlines()[-1] == again.splitlines()[-1]
+    assert "docs/guides/durable-routes-tutorial.md" in said
+    assert "open:" not in said
 
 
 def test_every_command_of_the_tutorial_prints_what_it_shows(hello: str) -> None:

@@ -190,6 +190,22 @@ async def test_show_finds_a_run_by_its_id_alone_if_one_tenant_has_it(runs: Runs,
     assert (await command.json("runs", "show", run, "--tenant", "two"))["run"]["tenant_id"] == "two"
 
 
+@pytest.mark.parametrize(
+    "words", [("show",), ("cancel", *BY_ANA), ("resume", *BY_ANA), ("replay", *BY_ANA)], ids=lambda words: words[0]
+)
+async def test_what_is_no_runs_id_is_refused_with_where_to_find_one(words: tuple[str, ...], runs: Runs, command: Command) -> None:
+    """And unquoted where it may be a client's key. A monitor's id and many a key are UUIDs, as a run's id is."""
+    name, *rest = words
+    for pasted in ("customer-4711/order-1", "01a2297b-0198-7227-a94b-e181bb24ee3"):
+        code, output = await command("runs", name, *rest, "--", pasted)
+        assert code == 2
+        assert "must be the id of a run, a UUID; `fencepost runs list` shows them" in output
+        assert pasted not in output
+    code, output = await command("runs", name, uuid.uuid4(), *rest)
+    assert code == 1
+    assert "`fencepost runs list` shows the ids of runs, which are neither monitors' ids nor idempotency keys" in output
+
+
 @pytest.mark.parametrize("words", [("show",), ("cancel",), ("replay",)], ids=" ".join)
 async def test_another_tenants_run_does_not_exist(words: tuple[str, ...], runs: Runs, command: Command) -> None:
     """SEC-4"""

@@ -345,18 +345,22 @@ async def test_what_was_erased_while_a_page_was_on_its_way_is_not_waited_for(ser
 class _Reversing:
     """What it has not encoded begins with another byte, and cannot be read."""
 
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     def encode(self, payload: bytes) -> bytes:
         return b"!" + payload[::-1]
 
     def decode(self, payload: bytes) -> bytes:
         if not payload.startswith(b"!"):
-            raise ValueError("not mine")
+            raise self._error
         return payload[:0:-1]
 
 
-async def test_chunks_pass_through_the_payload_codec(database_url: str, lineages: Lineages) -> None:
+@pytest.mark.parametrize("error", [ValueError("not mine"), RuntimeError("not mine")], ids=["ValueError", "RuntimeError"])
+async def test_chunks_pass_through_the_payload_codec(database_url: str, lineages: Lineages, error: Exception) -> None:
     """S44, SEC-9: and one that it cannot read ends the stream as a result that it cannot read does (S29)."""
-    codec = _Reversing()
+    codec = _Reversing(error)
     key, unreadable, result = await lineages.start(), await lineages.start(), await lineages.start()
     await lineages.publish(key, codec.encode(b'"a"'), raw=True)
     await lineages.publish(unreadable, codec.encode(b'"a"'), b'"b"', raw=True)

@@ -654,6 +654,38 @@ async def test_an_input_that_the_codec_cannot_read_parks_the_run(hall: Hall) -> 
     await hall.parked(run)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyError, RuntimeError])
+async def test_a_kept_step_that_the_codec_cannot_read_parks_the_run(hall: Hall, error: type[Exception]) -> None:
+    """Whatever it raises: what its library does, for a key that is gone."""
+
+    class LosesItsKey(Rot13):
+        lost = False
+
+        def decode(self, payload: bytes) -> bytes:
+            if self.lost and b"receipt" in super().decode(payload):
+                raise error("secret")
+            return super().decode(payload)
+
+    codec, till, workflows = LosesItsKey(), Till(errors=[Retryable("busy")]), Workflows()
+
+    @workflows.workflow("order", retry=SOON)
+    async def order(context: WorkflowContext, value: str) -> str:
+        receipt = await context.step("first", _receipt, await context.step("note", till.note, value))
+        codec.lost = True
+        till.fail()
+        return receipt
+
+    await hall.work(workflows, codec=codec)
+    run = await hall.runs.accept(data=codec.encode(b'"secret"'), max_attempts=20)
+
+    await hall.parked(run)
+    assert till.called == ["secret"]
+
+
+async def _receipt(value: str) -> str:
+    return f"{value} receipt"
+
+
 class LosesAnswers(WorkflowStore):
     """Its first write of steps is done, and nobody hears of it."""
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import pytest
@@ -18,6 +18,7 @@ from consumer_sdk.leaving import Continuing, GivenBack, Parked
 from fencepost.errors import LeaseLost, WorkflowChanged, WorkflowFailure
 from fencepost.retry import Retry
 from fencepost.workflows import Workflow, Workflows
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES
 
 
 class OutOfStock(WorkflowFailure): ...
@@ -27,9 +28,15 @@ async def order(_context: object, number: int) -> int:
     return number
 
 
+async def measure(_context: object, number: int) -> Any:
+    return number
+
+
 workflows: Final = Workflows()
 workflows.workflow("order", version=2, max_attempts=7, deadline_seconds=60, failures={OutOfStock: 422})(order)
+workflows.workflow("measure")(measure)
 ORDER: Final = workflows.newest(order)
+MEASURE: Final = workflows.newest(measure)
 
 CLAIM: Final = Claim(
     key=JobKey(UUID(int=1), "acme", 3), attempt=2, max_attempts=5, workflow="report", workflow_version=1, input=b"{}",
@@ -168,6 +175,16 @@ def test_a_workflows_result_is_of_its_type_and_goes_through_the_codec() -> None:
     assert isinstance(refused, FailedAttempt)
     assert failure is not None
     assert (refused.error_code, refused.reason, refused.failure) == ("invalid_output", "not_retryable", None)
+
+
+@pytest.mark.parametrize("output", [*IN_PLAIN_VALUES.values(), *IN_MODELS.values()], ids=[*IN_PLAIN_VALUES, *IN_MODELS])
+@pytest.mark.parametrize("workflow", [MEASURE, None], ids=["of a workflow", "of a handler"])
+def test_an_output_with_an_infinity_or_a_nan_ends_the_run(workflow: Workflow | None, output: object) -> None:
+    action, failure = decide(stamped(), Returned(output), None, retry=RETRY, random=lambda: 0.5, workflow=workflow)
+
+    assert isinstance(action, FailedAttempt)
+    assert failure is not None
+    assert (action.error_code, action.reason, failure.code) == ("invalid_output", "not_retryable", "invalid_output")
 
 
 @pytest.mark.parametrize("workflow", [ORDER, None], ids=["of a workflow", "of a handler"])

@@ -6,6 +6,7 @@ import uuid
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from consumer_sdk.live import live_chunk, payloads
 from producer_sdk.http.live import Live
@@ -151,6 +152,27 @@ def test_an_encoded_chunk_is_decoded() -> None:
         live.hear(json.dumps([value]))
         assert data_of(queue.take(Place(0, -1))) == ["public"]
     assert not live.followed
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyError])
+def test_a_chunk_that_the_codec_cannot_read_keeps_back_no_other(error: type[Exception]) -> None:
+    """S14, S44: whatever the codec raises."""
+
+    class Failing:
+        def encode(self, payload: bytes) -> bytes:
+            return payload
+
+        def decode(self, payload: bytes) -> bytes:
+            if payload == b"1":
+                raise error("secret")
+            return payload
+
+    live = Live()
+    with live.follow(KEY, lambda: None, Failing()) as queue, capture_logs() as logs:
+        sent = [json.loads(payload(None, (0, 0), encoded=base64.b64encode(data).decode()))[0] for data in (b"1", b"2")]
+        live.hear(json.dumps(sent))
+        assert data_of(queue.take(Place(0, -1))) == [2]
+    assert logs == [{"event": "live_chunk_not_read", "error": error.__name__, "log_level": "warning"}]
 
 
 def test_what_a_worker_sends_in_one_notification_is_read_one_by_one() -> None:

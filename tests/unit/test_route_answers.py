@@ -6,6 +6,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from structlog.testing import capture_logs
 
 from fencepost.codec import PLAIN
 from producer_sdk.http.answers import Answer, RunHeaders, pending_answer, problem_answer, result_answer
@@ -27,14 +28,21 @@ def failed(**failure: Any) -> Standing:
     return standing(state="failed", output=None, dead_reason="not_retryable", failure=json.dumps(failure).encode())
 
 
+class KeyIsGone(Exception):
+    """What a cryptographic library raises is no ``ValueError``."""
+
+
 class Unreadable:
-    """A codec whose key is gone."""
+    """A codec that raises this where it cannot read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def encode(self, payload: bytes) -> bytes:
         return payload
 
     def decode(self, payload: bytes) -> bytes:
-        raise ValueError("no key")
+        raise self.error
 
 
 def told(of: Standing, codec: Any = PLAIN, status: int = 201) -> Answer:
@@ -97,11 +105,18 @@ def test_a_mapped_failure_shows_type_and_details() -> None:
     assert (body["error_type"], body["error_details"]) == ("OutOfStock", {"left": 0})
 
 
-@pytest.mark.parametrize("of", [STANDING, standing(answer=b"1"), failed(type="OutOfStock", details=None, status=422)])
-def test_what_the_codec_cannot_read_is_unavailable(of: Standing) -> None:
-    """ROUTE-30, R45"""
-    answer = told(of, Unreadable())
+@pytest.mark.parametrize("error", [ValueError(SECRET), KeyError(SECRET), RuntimeError(SECRET), KeyIsGone(SECRET)], ids=repr)
+@pytest.mark.parametrize(
+    "of",
+    [STANDING, standing(answer=b"1"), failed(type="OutOfStock", details=None, status=422)],
+    ids=["result", "shaped", "failure"],
+)
+def test_what_the_codec_cannot_read_is_unavailable(of: Standing, error: Exception) -> None:
+    """ROUTE-30, R45: whatever it raises, of which the log names the class."""
+    with capture_logs() as logs:
+        answer = told(of, Unreadable(error))
     assert (answer.outcome, answer.status) == ("result-unavailable", 500)
+    assert logs == [{"event": "stored_payload_not_read", "error": type(error).__name__, "log_level": "error"}]
 
 
 def test_pending_is_202_and_not_to_be_kept() -> None:

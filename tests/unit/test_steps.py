@@ -14,7 +14,10 @@ from pydantic import BaseModel, Field
 from consumer_sdk.steps import canonical_arguments, decoded_result, encoded_result, step_fingerprint
 from fencepost.errors import InvalidCommand, InvalidJson
 from fencepost.secrets import Secrets
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES, INFINITE, Texts
 
+# A computed field is no part of what a step keeps.
+KEPT: Final = {name: value for name, value in {**IN_PLAIN_VALUES, **IN_MODELS}.items() if name != "a computed field"}
 SECRETS: Final = Secrets({1: b"a" * 32, 2: b"b" * 32}, write=[2])
 
 
@@ -113,6 +116,31 @@ def test_another_result_than_annotated_is_refused_without_its_value(result: obje
         encoded_result("charge", whole, result)
 
     assert refused.value.__cause__ is None
+
+
+async def perhaps() -> float | None:
+    return None
+
+
+async def anything() -> Any: ...
+
+
+async def texts() -> list[Texts]:
+    return []
+
+
+@pytest.mark.parametrize("result", KEPT.values(), ids=KEPT.keys())
+@pytest.mark.parametrize("function", [anything, untold, perhaps], ids=["of any type", "no annotation", "a float or nothing"])
+def test_a_result_with_an_infinity_or_a_nan_is_refused_without_its_value(function: Any, result: object) -> None:
+    """A later attempt would read nothing in its place."""
+    with pytest.raises(InvalidCommand, match=r"^result of step charge: must be .* a value that JSON can hold") as refused:
+        encoded_result("charge", function, result)
+
+    assert refused.value.__cause__ is None
+
+
+def test_an_infinity_that_its_model_writes_as_text_is_kept_and_read() -> None:
+    assert encoded_result("charge", texts, [Texts(value=INFINITE)]) == (b'[{"value":"Infinity"}]', [Texts(value=INFINITE)])
 
 
 def test_what_was_kept_of_another_type_is_not_read() -> None:
