@@ -2,13 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-import structlog
-
-__all__ = ["HandlerExited", "called", "called_within"]
-
-_log = structlog.get_logger(__name__)
+__all__ = ["Ended", "HandlerExited", "called", "called_within"]
 
 # What a call may need to clean up after it was cancelled. Short against the ledger's margin, which the record of its end must keep.
 _CLEAN_UP_SECONDS: Final = 1.0
@@ -38,22 +35,45 @@ async def called(function: Callable[..., Awaitable[object]], *arguments: object)
         raise HandlerExited(f"the handler raised {type(error).__name__}") from None
 
 
-async def called_within(seconds: float, told: str, function: Callable[..., Awaitable[object]], *arguments: Any) -> object:
-    """The same of a call that takes ``seconds`` at most; then it is cancelled. Raises ``TimeoutError``.
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a call ended: with a ``result``, or with an ``error``, ``TimeoutError`` where its time was over. ``cancelled``: whoever
+    waited for it was cancelled meanwhile, and has to raise that when it has made use of the rest."""
+
+    result: object = None
+    error: Exception | None = None
+    cancelled: asyncio.CancelledError | None = None
+
+    def answer(self) -> object:
+        """The result. Raises what the call did, or the cancellation."""
+        if self.cancelled is not None:
+            raise self.cancelled
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+async def called_within(seconds: float, told: str, function: Callable[..., Awaitable[object]], *arguments: object) -> Ended:
+    """How a call ended that may take ``seconds``; then it is cancelled, as it is when whoever waits for it is. Raises only their
+    cancellation, where the call came to nothing that could be told.
 
     One that does not end even so is not waited for: it is left to itself, and the log says that ``told`` did not end.
     """
     call = asyncio.create_task(called(function, *arguments))
+    cancelled: asyncio.CancelledError | None = None
     try:
         await asyncio.wait({call}, timeout=seconds)
-    except asyncio.CancelledError:
-        await _end(call, told)
-        raise
+    except asyncio.CancelledError as raised:
+        cancelled = raised
     if not call.done():
         await _end(call, told)
-        if not call.done() or call.cancelled():
-            raise TimeoutError
-    return call.result()
+    if call.done() and not call.cancelled():
+        error = call.exception()
+        assert error is None or isinstance(error, Exception), "the rest has been made one"
+        return Ended(None if error else call.result(), error, cancelled)
+    if cancelled is not None:
+        raise cancelled
+    return Ended(error=TimeoutError())
 
 
 async def _end(call: "asyncio.Task[object]", told: str) -> None:
@@ -63,8 +83,14 @@ async def _end(call: "asyncio.Task[object]", told: str) -> None:
     finally:
         if not call.done():
             _left.add(call)
-            _log.warning("call_does_not_end", call=told, left_behind=len(_left), remedy=_REMEDY)
+            _tell(told)
         call.add_done_callback(_forget)
+
+
+def _tell(told: str) -> None:
+    import structlog  # whoever imports the SDK to test handlers needs no logs
+
+    structlog.get_logger(__name__).warning("call_does_not_end", call=told, left_behind=len(_left), remedy=_REMEDY)
 
 
 def _forget(call: "asyncio.Task[object]") -> None:

@@ -19,7 +19,7 @@ from consumer_sdk.message_handlers import MessageFunction
 from consumer_sdk.message_runs import MessageRuns
 from consumer_sdk.message_writer import DeliveryState, MessageWriter
 from consumer_sdk.tracing import Tracing
-from consumer_sdk.trials import Trials
+from consumer_sdk.trials import NotAlone, Trials
 from fencepost.clock import lease_clock
 from fencepost.errors import AlreadyHandled, ConfigurationError, InvariantViolated, LeaseLost
 
@@ -77,6 +77,11 @@ class Handling:
                 return outcome
         except InvariantViolated:
             raise
+        except NotAlone:
+            delivery.first_tried_at = None  # it was not: patience is with what is tried
+            pause = ENVIRONMENT.delay(delivery.postponed)
+            delivery.postponed += 1
+            return Again(pause, spent=False)
         except Exception as error:  # noqa: BLE001 - a boundary: it could not be counted, so it was not begun
             return await self.failed(delivery, error)
 

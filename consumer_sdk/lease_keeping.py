@@ -76,7 +76,7 @@ class LeaseKeeper:
                 attempt.stop(StopReason.NO_PROGRESS)
 
     def _tell_if_it_does_not_end(self, attempt: Attempt, now: float) -> None:
-        if attempt.reason is None or attempt.told_that_it_does_not_end:
+        if attempt.reason is None or attempt.state.over or attempt.told_that_it_does_not_end:
             return
         if (seconds := now - attempt.stopped_at) < self._settings.worker_cancel_grace_seconds + _PATIENCE_SECONDS:
             return

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
-from consumer_sdk.calling import called_within
+from consumer_sdk.calling import Ended, called_within
 from consumer_sdk.classification import classify, proven
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import (
@@ -239,12 +239,18 @@ class Ledger:
         effect = Effect(
             key=taken.provider_key, fencing_token=taken.generation, operation=wanted.key.operation, sends=taken.sends + 1
         )
+        ended = await called_within(left, wanted.key.operation, wanted.call, effect)
         try:
-            result = await called_within(left, wanted.key.operation, wanted.call, effect)
-        except Exception as error:
-            await self._record_failure(wanted, taken, error)
-            raise
-        return await self._record_success(wanted, taken, result)
+            return await self._recorded(wanted, taken, ended)
+        finally:
+            if ended.cancelled is not None:
+                raise ended.cancelled  # what the call came to is known, and kept, all the same
+
+    async def _recorded(self, wanted: _Wanted, taken: Taken, ended: Ended) -> object:
+        if ended.error is None:
+            return await self._record_success(wanted, taken, ended.result)
+        await self._record_failure(wanted, taken, ended.error)
+        raise ended.error
 
     async def _record_success(self, wanted: _Wanted, taken: Taken, result: object) -> object:
         """A result that JSON cannot hold does not undo the effect: it is recorded without one, and then told."""
@@ -278,15 +284,16 @@ class Ledger:
         until, unanswered = lease_clock() + _MARGIN_SECONDS, False
         while True:
             try:
-                if await self._store.finish(wanted.key, wanted.fence, answer):
-                    return
-                if unanswered and await self._is_finished(wanted, answer):
-                    return
+                async with asyncio.timeout(_MARGIN_SECONDS):  # a connection may be silent where a new one would not be
+                    if await self._store.finish(wanted.key, wanted.fence, answer):
+                        return
+                    if unanswered and await self._is_finished(wanted, answer):
+                        return
                 raise LeaseLost("the run or the effect is no longer held; its answer was not recorded")
-            except TransientError:
+            except (TransientError, TimeoutError) as error:
+                if unanswered and lease_clock() >= until:
+                    raise TransientError(f"the effect's answer was not recorded: {type(error).__name__}") from error
                 unanswered = True
-                if lease_clock() >= until:
-                    raise
             await asyncio.sleep(_LEAST_PAUSE_SECONDS)
 
     async def _is_finished(self, wanted: _Wanted, answer: Answer) -> bool:
@@ -353,7 +360,8 @@ def _questioned(wanted: _Wanted, known: Known, generation: int) -> Effect:
 async def _asked(reconciler: Reconciler, effect: Effect, limits: CallLimits) -> Applied | Absent:
     """The provider's word. Whatever goes wrong in asking has no effect, and leaves the answer unknown."""
     try:
-        answer = await called_within(limits.timeout_seconds, f"reconciler of {effect.operation}", reconciler, effect)
+        ended = await called_within(limits.timeout_seconds, f"reconciler of {effect.operation}", reconciler, effect)
+        answer = ended.answer()
     except Exception as error:
         raise EffectUnknown(f"the reconciler failed: {classify(error).code}") from error
     if answer is None:

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from fencepost.ending import tell
 from fencepost.loops import fastest_loop
 
 __all__ = ["Service", "run_service"]
@@ -32,41 +33,59 @@ class Service(Protocol):
 
 
 def run_service(make: Callable[[], Service]) -> None:
-    """Make the service within its loop, and run it until SIGTERM or Ctrl-C."""
+    """Make the service within its loop, and run it until SIGTERM or Ctrl-C. Raises what it failed of. Where handlers have left
+    what does not end, the process ends here, told and coded as the command would."""
+    runner = asyncio.Runner(loop_factory=fastest_loop())
+    fault: BaseException | None = None
+    left_behind = False
+    try:
+        left_behind = runner.run(_run(make))
+    except BaseException as error:  # noqa: BLE001 - a boundary: whatever ended the service, SystemExit of a handler's task too
+        fault = error
+    # The interpreter would wait for them without a bound. What they hold runs out, and others recover it.
+    in_time = threading.Timer(0 if left_behind else _END_SECONDS, _exit, [fault])
+    in_time.daemon = True
+    in_time.start()
+    runner.close()
+    if _threads_of_handlers():
+        _exit(fault)
+    in_time.cancel()
+    if fault is not None:
+        raise fault
 
-    async def main() -> None:
-        running = make()
-        gc.freeze()
-        # Thousands of messages in memory make a collection dear, and what they leave has no circles.
-        gc.set_threshold(_GC_THRESHOLD, _GC_GENERATIONS, _GC_GENERATIONS)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, running.stop)
-        loop.set_exception_handler(_log_loop_error)
+
+async def _run(make: Callable[[], Service]) -> bool:
+    """Whether handlers were left behind."""
+    running = make()
+    gc.freeze()
+    # Thousands of messages in memory make a collection dear, and what they leave has no circles.
+    gc.set_threshold(_GC_THRESHOLD, _GC_GENERATIONS, _GC_GENERATIONS)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.stop)
+    loop.set_exception_handler(_log_loop_error)
+    try:
         await running.run()
-        # Stopped in order: a second signal must not turn exit code 0 into a kill while the interpreter ends.
+    finally:
+        # A second signal must not turn the exit code into a kill while the interpreter ends.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
-        if running.left_behind or _threads_of_handlers() or await _tasks_of_handlers():
-            # The interpreter would wait for them without a bound. What they hold runs out, and others recover it.
-            sys.stderr.flush()
-            os._exit(0)
-
-    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
-        runner.run(main())
+    return bool(running.left_behind)
 
 
 def _threads_of_handlers() -> bool:
     return any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate())
 
 
-async def _tasks_of_handlers() -> bool:
-    """Whether calls that were left behind, or what handlers have begun, do not end even now."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    return bool(tasks and (await asyncio.wait(tasks, timeout=_END_SECONDS))[1])
+def _exit(fault: BaseException | None) -> None:
+    code = 0
+    if isinstance(fault, Exception):
+        code = tell(fault)
+    elif fault is not None:
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

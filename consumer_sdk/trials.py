@@ -6,7 +6,7 @@ that are counted, and is counted only once its turn has come, so that it is not 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -16,12 +16,20 @@ import structlog
 from consumer_sdk.identity import Identity
 from consumer_sdk.message_store import MessageStore
 
-__all__ = ["Trial", "Trials"]
+__all__ = ["NotAlone", "Trial", "Trials"]
 
 _log = structlog.get_logger(__name__)
 
 # How long an attempt that is over, and may have been cancelled, waits for the database to hear of it.
 _ANSWER_SECONDS: Final = 2.0
+
+
+# A message waits so long for its turn, and then makes room for others: of one that does not end nobody knows how long.
+_TURN_SECONDS: Final = 1.0
+
+
+class NotAlone(Exception):
+    """Another message that may end the process is at work, and it is not this one's turn. Nothing was begun."""
 
 
 @dataclass(slots=True)
@@ -53,9 +61,9 @@ class Trials:
     async def begun(self, identity: Identity, *, apart: bool) -> AsyncIterator[Trial]:
         """A trial for as long as the block lasts. ``apart``: already the first is to be apart from all others.
 
-        Raises ``TransientError`` where the database does not answer; then nothing was begun.
+        Raises ``NotAlone``, and ``TransientError`` where the database does not answer; then nothing was begun.
         """
-        async with self._turn:
+        async with self._own_turn():
             trial = await self._begin_in_turn(identity, apart)
             if apart or trial.number > 1:
                 async with self._ended(identity, trial):
@@ -71,14 +79,22 @@ class Trials:
             if not self._beside:
                 self._nobody_beside.set()
 
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[None]:
+        await _soon(self._turn.acquire())
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     async def _begin_in_turn(self, identity: Identity, apart: bool) -> Trial:
         if apart:
-            await self._nobody_beside.wait()
+            await _soon(self._nobody_beside.wait())
         trial = await self._begin(identity)
         if trial.number > 1 and self._beside:
             # One of those may end the process, and this one has not begun.
             await self._end(identity, trial)
-            await self._nobody_beside.wait()
+            await _soon(self._nobody_beside.wait())
             trial = await self._begin(identity)
         return trial
 
@@ -123,3 +139,11 @@ class Trials:
         await self._store.end_trial(identity, number, left)
         if self._owed.get(identity) == owed:
             del self._owed[identity]
+
+
+async def _soon(turn: Awaitable[object]) -> None:
+    try:
+        async with asyncio.timeout(_TURN_SECONDS):
+            await turn
+    except TimeoutError:
+        raise NotAlone from None

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from fencepost import __version__
-from fencepost.errors import FencepostError, InvariantViolated
+from fencepost.ending import tell
+from fencepost.errors import FencepostError
 
 __all__ = ["app", "main"]
 
@@ -79,5 +80,4 @@ def main() -> None:
     try:
         app()()
     except FencepostError as error:
-        typer.echo(f"fencepost: {error}", err=True)
-        sys.exit(1 if isinstance(error, InvariantViolated) else 2)
+        sys.exit(tell(error))

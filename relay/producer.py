@@ -178,7 +178,7 @@ class Producer:
         if self._gone:
             return
         self._gone = True
-        for answer in list(self._answers):
+        for answer in [answer for answer in self._answers if not answer.done()]:  # one that came just now is in it still
             answer.set_exception(ProducerDiscarded("the producer was discarded before the broker answered"))
         producer = self._producer
         producer._closed = True  # or its __del__ would warn that stop() was not called

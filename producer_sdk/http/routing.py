@@ -45,6 +45,9 @@ __all__ = ["OPERATION", "PROBE", "DurableRoute", "Parked", "ParkingRoute"]
 
 _log = structlog.get_logger(__name__)
 
+# What a dependency may need to clean up after it was cancelled.
+_CLEAN_UP_SECONDS: Final = 1.0
+
 #: The attribute of an endpoint that says which durable and operation it belongs to.
 OPERATION: Final = "__fencepost_operation__"
 #: A scope that holds this is one of the start-up probe's.
@@ -135,7 +138,7 @@ class _Handler:
         call = self._call(request)
         try:
             runtime = self._usable_runtime(call)
-            accepted, started = await _until(call.start_until, self._looked_up(request, call, runtime))
+            accepted, started = await _until(call.start_until, self._looked_up(request, call, runtime), self._operation.name)
             if started is None:
                 started = await runtime.accepting.start(accepted)
         except Refused as refused:
@@ -261,9 +264,12 @@ class _Handler:
             raise Refused("idempotency-key-invalid") from None
 
 
-async def _until(deadline: float, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Raise ``NotKnown`` where the deadline comes first; a time-out of the application's own passes through."""
-    limit = asyncio.timeout(max(deadline - lease_clock(), 0))
+async def _until(deadline: float, work: Coroutine[Any, Any, _Result], route: str) -> _Result:
+    """Raise ``NotKnown`` where the deadline comes first; a time-out of the application's own passes through. What does not end when
+    it is cancelled is waited for, since it has to end in this task, and told of."""
+    seconds = max(deadline - lease_clock(), 0)
+    limit = asyncio.timeout(seconds)
+    told = asyncio.get_running_loop().call_later(seconds + _CLEAN_UP_SECONDS, _tell, route)
     try:
         async with limit:
             return await work
@@ -271,6 +277,16 @@ async def _until(deadline: float, work: Coroutine[Any, Any, _Result]) -> _Result
         if limit.expired():
             raise NotKnown from None
         raise
+    finally:
+        told.cancel()
+
+
+def _tell(route: str) -> None:
+    remedy = (
+        "a dependency of the route catches its cancellation, or waits without a bound while it cleans up (asyncpg's close()"
+        " does, of a silent connection: terminate() does not)"
+    )
+    _log.warning("dependency_does_not_end", route=route, consequence="its client waits in vain", remedy=remedy)
 
 
 async def _reply(started: Started, background: BackgroundTasks | None, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,6 @@
 and again and again while the database does not answer: until then each route answers 503."""
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Final
 from uuid import UUID
@@ -10,7 +9,7 @@ from uuid import UUID
 import structlog
 
 from fencepost.codec import PayloadCodec
-from fencepost.errors import TransientError
+from fencepost.errors import ConfigurationError, TransientError
 from fencepost.secrets import Secrets
 from producer_sdk.http.accepting import Accepting
 from producer_sdk.http.live import Live
@@ -92,9 +91,8 @@ class Runtime:
         await self.accepting.finish(self.settings.routes_database_seconds)
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         if self.ready.is_set():
             self.ready.clear()
             await self.store.close()
@@ -145,3 +143,6 @@ class Runtime:
                 await self._open()
             except TransientError as error:
                 _log.warning("database_unreachable", error=str(error), retry_seconds=_REOPEN_SECONDS)
+            except Exception as error:  # noqa: BLE001 - a boundary: what is missing may come, as a migration that runs beside
+                told = str(error) if isinstance(error, ConfigurationError) else type(error).__name__
+                _log.error("database_unusable", error=told, retry_seconds=_REOPEN_SECONDS)

@@ -16,15 +16,28 @@ from uuid import UUID
 import asyncpg
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from consumer_sdk import WorkflowContext
 from fencepost.devservices import free_port
 from fencepost.devservices.processes import Watchdog
-from producer_sdk.http import Principal, Tx
+from producer_sdk.http import Principal, Tx, routing, runtime
 from producer_sdk.http.store import Monitor
 from producer_sdk.http.transactions import _PoolTransaction
 from tests.support.besieged_routes import SCHEMA
-from tests.support.routes import DOMAIN, Counterpart, Order, OrderIn, PlaceOrder, Shop, bearer, current_principal, is_replay, slug
+from tests.support.routes import (
+    DOMAIN,
+    Counterpart,
+    Order,
+    OrderIn,
+    PlaceOrder,
+    Shop,
+    arrived_ago,
+    bearer,
+    current_principal,
+    is_replay,
+    slug,
+)
 from tests.support.run_invariants import violations
 from tests.support.service_process import ServiceProcess
 from tests.support.tcp_proxy import TcpProxy
@@ -314,6 +327,30 @@ async def test_a_server_that_became_a_reader_is_left(shop: Shop, writes: bool) -
         assert (await client.order(path=path)).status_code == 201
 
 
+async def test_a_database_that_is_away_and_then_not_migrated_yet_is_waited_for(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROUTE-32: as in a deploy where server, database and migration begin at once. It says what it waits for, and serves then."""
+    monkeypatch.setattr(runtime, "_REOPEN_SECONDS", 0.05)
+    await shop.connection.execute("ALTER SCHEMA fencepost RENAME TO later")
+    async with TcpProxy(shop.database_url) as proxy:
+        behind = Shop(proxy.url, shop.connection)
+        await proxy.refuse()
+        with capture_logs() as logs:
+            async with behind.serving(behind.app(wait_seconds=0), ready=False, raising=False) as http:
+                client = Counterpart(http)
+                assert (await client.order()).status_code == 503
+                await proxy.accept()
+                await eventually(lambda: any(entry["event"] == "database_unusable" for entry in logs), message="it says so")
+                assert (await client.order()).status_code == 503
+                await shop.connection.execute("ALTER SCHEMA later RENAME TO fencepost")
+
+                async def serves() -> bool:
+                    return (await client.order()).status_code == 202
+
+                await eventually(serves, message="it serves")
+    told = next(entry for entry in logs if entry["event"] == "database_unusable")
+    assert "fencepost migrate" in told["error"]
+
+
 async def ends_it(tx: Any) -> None:
     await tx.execute("COMMIT")
 
@@ -411,6 +448,37 @@ async def commits_waiting(shop: Shop, number: int) -> bool:
 
 
 # What the author's code does
+
+
+async def test_a_dependency_that_does_not_end_at_the_deadline_is_told_of(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R31: it waits without a bound while it cleans up, as for the word of a connection that is silent. Its request cannot be
+    answered, and nobody else's waits for it."""
+    monkeypatch.setattr(routing, "_CLEAN_UP_SECONDS", 0.01)
+    asked, let_go = asyncio.Event(), asyncio.Event()
+
+    async def stubborn() -> Principal:
+        if asked.is_set():
+            return Principal("acme", "ada")
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await let_go.wait()
+        raise asyncio.CancelledError
+
+    app = shop.app(request_deadline_seconds=4, prepare=arrived_ago(2.9))
+    app.dependency_overrides[current_principal] = stubborn
+    async with shop.serving(app) as http, shop.working():
+        client = Counterpart(http)
+        with capture_logs() as logs:
+            hanging = asyncio.create_task(client.order("k-1"))
+            await asked.wait()
+            await eventually(lambda: [entry["event"] for entry in logs] == ["dependency_does_not_end"])
+            assert (await client.order("k-2", headers={"prefer": "respond-async"})).status_code == 202
+            assert not hanging.done()
+            let_go.set()
+            late = await hanging
+    assert (late.status_code, "location" in late.headers) == (202, False)
+    assert [entry["route"] for entry in logs if entry["event"] == "dependency_does_not_end"] == ["orders"]
 
 
 def raises(_order: Order) -> dict[str, int]:

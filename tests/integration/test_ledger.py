@@ -5,6 +5,7 @@ J43, J54, X5.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
@@ -15,8 +16,9 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from consumer_sdk import calling
+from consumer_sdk import calling, ledger
 from consumer_sdk.classification import Ambiguous, Retryable, Terminal
+from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import Absent, Answer, Applied, CallLimits, Effect, RunFence, provider_key
 from consumer_sdk.encoding import MAX_OUTPUT_BYTES
 from consumer_sdk.ledger import Ledger
@@ -35,6 +37,7 @@ from fencepost.errors import (
 )
 from fencepost.secrets import Secrets
 from tests.support.effects import CHARGE, REQUEST, Bench, Wanted, opened
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES
 from tests.support.session import SharedServices
 from tests.support.waiting import eventually
 
@@ -290,7 +293,11 @@ async def test_a_call_may_hand_over_the_providers_reference(bench: Bench) -> Non
         assert (await bench.row(wanted))["provider_reference"] == kept
 
 
-@pytest.mark.parametrize("result", [object(), {1, 2}, float("nan"), "x" * MAX_OUTPUT_BYTES, "\ud800"], ids=str.__name__.format)
+@pytest.mark.parametrize(
+    "result",
+    [object(), {1, 2}, float("nan"), "x" * MAX_OUTPUT_BYTES, "\ud800", *IN_PLAIN_VALUES.values(), *IN_MODELS.values()],
+    ids=["object", "set", "float", "long", "half of a pair", *IN_PLAIN_VALUES, *IN_MODELS],
+)
 async def test_a_result_that_cannot_be_kept_does_not_undo_the_effect(bench: Bench, result: object) -> None:
     """Recorded as succeeded without a result, and told; the next attempt does not call again."""
     wanted = await bench.message()
@@ -425,6 +432,31 @@ async def test_a_cancelled_call_leaves_the_effect_as_sent(bench: Bench) -> None:
     await asyncio.wait([calling])
     assert calling.cancelled()
     assert await bench.state(wanted) == "sent"
+
+
+@pytest.mark.parametrize("ends", ["well", "refused"])
+async def test_what_a_call_came_to_is_recorded_though_its_handler_was_cancelled_meanwhile(bench: Bench, ends: str) -> None:
+    """A call that ends what it has begun: the receipt is here, and nobody else will ever know. The cancellation stands."""
+    wanted = await bench.run()
+    begun = asyncio.Event()
+
+    async def charge(effect: Effect) -> Any:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        if ends == "refused":
+            raise Terminal("declined")
+        return await bench.provider.charge(effect)
+
+    calling = asyncio.create_task(bench.once(wanted, call=charge))
+    await begun.wait()
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert calling.cancelled()
+    assert await bench.state(wanted) == ("succeeded" if ends == "well" else "failed")
+    if ends == "well":
+        assert await bench.once(wanted) == {"receipt": 1, "token": 1}
+        assert len(bench.provider.book) == 1
 
 
 async def test_another_request_under_the_same_effect_is_told_apart(bench: Bench) -> None:
@@ -939,6 +971,51 @@ async def test_an_answer_survives_a_database_that_is_away_for_a_moment(bench: Be
 
 
 # -- in the user's own tables --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+async def test_an_answer_survives_one_connection_that_is_silent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, arrived: bool
+) -> None:
+    """The first try takes all the time that there is for it; the next one has another connection. Whether the first has arrived or
+    not, the answer is recorded once."""
+    monkeypatch.setattr(ledger, "_MARGIN_SECONDS", 0.2)
+    wanted = await bench.run()
+    silent: list[str] = []
+
+    async def fetch(name: str, *arguments: object) -> Sequence[Any]:
+        if name == "finish_effect" and not silent:
+            silent.append(name)
+            if arrived:
+                await bench.fetch(name, *arguments)
+            await asyncio.Event().wait()
+        return await bench.fetch(name, *arguments)
+
+    own = Ledger(EffectStore(fetch, "w1"), bench.secrets)
+    answer = await own.once(
+        wanted.key, wanted.fence, request=REQUEST, call=bench.provider.charge, limits=LIMITS, reconciler=None
+    )  # fmt: skip
+    assert (answer, silent) == ({"receipt": 1, "token": 1}, ["finish_effect"])
+    assert await bench.state(wanted) == "succeeded"
+
+
+async def test_an_answer_that_cannot_be_recorded_is_given_up_in_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row stays as sent, and is found out about later."""
+    monkeypatch.setattr(ledger, "_MARGIN_SECONDS", 0.05)
+    wanted = await bench.run()
+    tries = 0
+
+    async def fetch(name: str, *arguments: object) -> Sequence[Any]:
+        nonlocal tries
+        if name == "finish_effect":
+            tries += 1
+            await asyncio.Event().wait()
+        return await bench.fetch(name, *arguments)
+
+    own = Ledger(EffectStore(fetch, "w1"), bench.secrets)
+    with pytest.raises(TransientError, match="not recorded"):
+        await own.once(wanted.key, wanted.fence, request=REQUEST, call=bench.provider.charge, limits=LIMITS, reconciler=None)
+    assert (tries, await bench.state(wanted)) == (2, "sent")
 
 
 async def test_the_token_guards_the_users_own_table(bench: Bench) -> None:

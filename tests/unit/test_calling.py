@@ -97,17 +97,17 @@ async def test_what_ends_in_time_is_as_if_it_had_no_limit() -> None:
     async def fails() -> None:
         raise ValueError("why")
 
-    assert await called_within(60, "x", returns, "a") == "a"
+    assert (await called_within(60, "x", returns, "a")).answer() == "a"
+    failed = await called_within(60, "x", fails)
     with pytest.raises(ValueError, match="why"):
-        await called_within(60, "x", fails)
+        failed.answer()
     for handler in (exits, awaits_what_was_cancelled):
-        with pytest.raises(HandlerExited):
-            await called_within(60, "x", handler)
+        assert isinstance((await called_within(60, "x", handler)).error, HandlerExited)
 
 
 async def test_what_takes_too_long_is_cancelled() -> None:
     with pytest.raises(TimeoutError):
-        await called_within(0.001, "x", asyncio.Event().wait)
+        (await called_within(0.001, "x", asyncio.Event().wait)).answer()
 
 
 async def test_the_model_that_waits_for_it_waits_on() -> None:
@@ -131,8 +131,8 @@ async def test_a_call_that_does_not_end_is_left_to_itself_and_told_of(
 ) -> None:
     monkeypatch.setattr(calling, "_CLEAN_UP_SECONDS", 0.001)
     stubborn = Stubborn(then)
-    with capture_logs() as logs, pytest.raises(TimeoutError):
-        await called_within(0.001, "card.charge", stubborn.call)
+    with capture_logs() as logs:
+        assert isinstance((await called_within(0.001, "card.charge", stubborn.call)).error, TimeoutError)
     (told,) = logs
     assert (told["event"], told["call"], told["left_behind"]) == ("call_does_not_end", "card.charge", 1)
     assert "CancelledError" in told["remedy"]
@@ -150,7 +150,21 @@ async def test_a_call_that_ends_well_while_it_is_cancelled_has_its_result() -> N
     """The effect has happened: that is better known than not."""
     stubborn = Stubborn()
     stubborn.let_go.set()
-    assert await called_within(0.001, "x", stubborn.call) == "late"
+    assert (await called_within(0.001, "x", stubborn.call)).answer() == "late"
+
+
+@pytest.mark.parametrize("then", [lambda: "late", raises])
+async def test_what_a_call_came_to_is_told_to_whoever_was_cancelled_meanwhile(then: Callable[[], object]) -> None:
+    """The effect has happened, or has not: that is for the record, and the cancellation for whoever asked."""
+    stubborn = Stubborn(then)
+    stubborn.let_go.set()
+    waiting = asyncio.create_task(called_within(60, "x", stubborn.call))
+    await stubborn.begun.wait()
+    waiting.cancel()
+    ended = await waiting
+    assert (ended.result, type(ended.error)) == (("late", type(None)) if then is not raises else (None, ValueError))
+    with pytest.raises(asyncio.CancelledError):
+        ended.answer()
 
 
 @pytest.mark.parametrize("patience", [0.001, 60])

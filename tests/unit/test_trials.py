@@ -3,14 +3,18 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import cast
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from consumer_sdk import trials as module
+from consumer_sdk.delivery import Again, Done
+from consumer_sdk.handling import Handling
 from consumer_sdk.identity import Identity
 from consumer_sdk.message_store import MessageStore
-from consumer_sdk.trials import Trial, Trials
+from consumer_sdk.trials import NotAlone, Trial, Trials
 from fencepost.errors import TransientError
 
 
@@ -228,3 +232,95 @@ async def test_the_model_that_counts_before_the_turn_blames_who_waits() -> None:
     async with crew(CountsThenWaits, x=1, y=1) as at:
         await at.begin("x", "y")
         assert at.table.rows == {"x": 2, "y": 2}
+
+
+# One that does not end
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.02)
+
+
+@asynccontextmanager
+async def stuck(trials: Trials, *, apart: bool) -> AsyncIterator[None]:
+    """Beside a handling that does not end when it is cancelled; it has behind the block."""
+    begun, let_go = asyncio.Event(), asyncio.Event()
+
+    async def handling() -> None:
+        async with trials.begun(of("stuck"), apart=apart):
+            begun.set()
+            with suppress(asyncio.CancelledError):
+                await let_go.wait()
+            await let_go.wait()
+
+    task = asyncio.create_task(handling())
+    await begun.wait()
+    task.cancel()
+    await quiet()
+    try:
+        yield
+    finally:
+        let_go.set()
+        await task
+
+
+async def began(trials: Trials, *names: str, apart: bool = False) -> list[bool]:
+    async def one(name: str) -> bool:
+        try:
+            async with trials.begun(of(name), apart=apart) as trial:
+                trial.settled = True
+                return True
+        except NotAlone:
+            return False
+
+    return await asyncio.gather(*(one(name) for name in names))
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("counted", [0, 1])
+async def test_one_that_does_not_end_keeps_back_those_alone_that_are_to_be_apart(counted: int) -> None:
+    """From the first time, or since they were counted before. They are not begun, and not blamed."""
+    async with crew(x=counted) as at:
+        async with stuck(at.trials, apart=False):
+            assert await began(at.trials, "x", apart=not counted) == [False]
+            assert at.table.counted[of("x")] == counted
+            assert await began(at.trials, "a", "b", "c") == [True] * 3
+        assert await began(at.trials, "x", apart=not counted) == [True]
+        assert at.table.rows == {}
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_one_that_is_apart_and_does_not_end_lets_the_others_go_and_come_again() -> None:
+    async with crew() as at:
+        async with stuck(at.trials, apart=True):
+            assert await began(at.trials, "a", "b", "c") == [False] * 3
+        assert await began(at.trials, "a", "b", "c") == [True] * 3
+        assert at.table.rows == {}
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_message_whose_turn_has_not_come_is_put_off_without_end_and_spends_nothing() -> None:
+    """Its patience is with what is tried: a thousand that wait for each other are nobody's failure."""
+    handling = Handling(
+        consumer="bill",
+        writer=cast("Any", SimpleNamespace(store=Table())),
+        runs=None,
+        tracing=cast("Any", None),
+        metrics=cast("Any", None),
+        stopping=asyncio.Event(),
+    )
+    delivery: Any = SimpleNamespace(
+        identity=of("a"), handler=SimpleNamespace(attempts=3), redrive=None, postponed=0, attempts=0, first_tried_at=1.0
+    )
+
+    async def attempt() -> Any:
+        return Done("handled")
+
+    async with stuck(handling._trials, apart=True):
+        for number in range(3):
+            outcome = await handling.with_care(delivery, attempt)
+            assert isinstance(outcome, Again)
+            assert not outcome.spent
+            assert (delivery.postponed, delivery.attempts, delivery.first_tried_at) == (number + 1, 0, None)
+    assert await handling.with_care(delivery, attempt) == Done("handled")
