@@ -37,19 +37,19 @@ def attempt(*, reason: StopReason | None = StopReason.ATTEMPT_DEADLINE, stopped_
 
 
 @pytest.mark.parametrize(
-    ("one", "told"),
+    ("how", "told"),
     [
-        pytest.param(attempt(stopped_ago=GRACE + PATIENCE + 1), 1, id="does not end"),
-        pytest.param(attempt(stopped_ago=GRACE + PATIENCE + 1, over=True), 0, id="its outcome is not written yet"),
-        pytest.param(attempt(stopped_ago=GRACE + 1), 0, id="cleans up"),
-        pytest.param(attempt(reason=None, stopped_ago=1_000), 0, id="works"),
+        pytest.param({"stopped_ago": GRACE + PATIENCE + 1}, 1, id="does not end"),
+        pytest.param({"stopped_ago": GRACE + PATIENCE + 1, "over": True}, 0, id="its outcome is not written yet"),
+        pytest.param({"stopped_ago": GRACE + 1}, 0, id="cleans up"),
+        pytest.param({"reason": None, "stopped_ago": 1_000.0}, 0, id="works"),
     ],
 )
-async def test_only_a_handler_that_does_not_end_is_told_of(one: Any, told: int) -> None:
+async def test_only_a_handler_that_does_not_end_is_told_of(how: Any, told: int) -> None:
     """Once. A database that does not answer is no fault of the handler's, whose end it keeps from being written."""
     settings = load_worker_settings({"database_url": "postgresql://h/d", "worker_cancel_grace_seconds": GRACE})
     keeper = LeaseKeeper(cast("Any", None), settings, cast("Any", None), answered=lambda: None)
-    keeper.attempts[KEY] = one
+    keeper.attempts[KEY] = attempt(**how)
     with capture_logs() as logs:
         keeper.watch()
         keeper.watch()
