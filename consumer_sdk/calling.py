@@ -5,14 +5,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+from fencepost.cancelling import cancelled
+
 __all__ = ["Ended", "HandlerExited", "called", "called_within"]
 
 # What a call may need to clean up after it was cancelled. Short against the ledger's margin, which the record of its end must keep.
 _CLEAN_UP_SECONDS: Final = 1.0
-_REMEDY: Final = (
-    "it catches its own cancellation, or waits without a bound while it cleans up (asyncpg's close() does, of a silent connection:"
-    " terminate() does not): let asyncio.CancelledError pass"
-)
+_REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass"
 #: The loop itself holds no task; those that nobody waits for any more would be collected while they run.
 _left: "set[asyncio.Task[object]]" = set()
 
@@ -37,17 +36,17 @@ async def called(function: Callable[..., Awaitable[object]], *arguments: object)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call ended: with a ``result``, or with an ``error``, ``TimeoutError`` where its time was over. ``cancelled``: whoever
+    """How a call ended: with a ``result``, or with an ``error``, ``TimeoutError`` where its time was over. ``interrupted``: whoever
     waited for it was cancelled meanwhile, and has to raise that when it has made use of the rest."""
 
     result: object = None
     error: Exception | None = None
-    cancelled: asyncio.CancelledError | None = None
+    interrupted: asyncio.CancelledError | None = None
 
     def answer(self) -> object:
         """The result. Raises what the call did, or the cancellation."""
-        if self.cancelled is not None:
-            raise self.cancelled
+        if self.interrupted is not None:
+            raise self.interrupted
         if self.error is not None:
             raise self.error
         return self.result
@@ -57,29 +56,29 @@ async def called_within(seconds: float, told: str, function: Callable[..., Await
     """How a call ended that may take ``seconds``; then it is cancelled, as it is when whoever waits for it is. Raises only their
     cancellation, where the call came to nothing that could be told.
 
-    One that does not end even so is not waited for: it is left to itself, and the log says that ``told`` did not end.
+    One that does not end even so, though it is cancelled twice, is not waited for: it is left to itself, and the log says that
+    ``told`` did not end.
     """
     call = asyncio.create_task(called(function, *arguments))
-    cancelled: asyncio.CancelledError | None = None
+    interrupted: asyncio.CancelledError | None = None
     try:
         await asyncio.wait({call}, timeout=seconds)
     except asyncio.CancelledError as raised:
-        cancelled = raised
+        interrupted = raised
     if not call.done():
         await _end(call, told)
     if call.done() and not call.cancelled():
         error = call.exception()
         assert error is None or isinstance(error, Exception), "the rest has been made one"
-        return Ended(None if error else call.result(), error, cancelled)
-    if cancelled is not None:
-        raise cancelled
+        return Ended(None if error else call.result(), error, interrupted)
+    if interrupted is not None:
+        raise interrupted
     return Ended(error=TimeoutError())
 
 
 async def _end(call: "asyncio.Task[object]", told: str) -> None:
-    call.cancel()
     try:
-        await asyncio.wait({call}, timeout=_CLEAN_UP_SECONDS)
+        await cancelled(call, _CLEAN_UP_SECONDS)
     finally:
         if not call.done():
             _left.add(call)

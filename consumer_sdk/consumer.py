@@ -558,7 +558,7 @@ class Consumer:
             if (assignment := self._assignment) is not None:
                 self._metrics.in_flight(assignment.messages, assignment.bytes, assignment.oldest_seconds)
                 self._mind_windows(assignment)
-            self._handling.in_hand.tell_of_late()
+            self._handling.in_hand.mind_late()
             problems = [
                 self._kafka_problem or (None if self._member.has_coordinator else "kafka: no answer"),
                 self._database_problem,

@@ -1,5 +1,5 @@
-"""What handlers have in hand, each until its time is over: then it is cancelled. One that does not end even so is told of: it holds
-the offset of its partition.
+"""What handlers have in hand, each until its time is over: then it is cancelled. One that does not end even so is cancelled once
+more, and told of: it holds the offset of its partition.
 """
 
 import asyncio
@@ -26,7 +26,10 @@ _MARGIN_SECONDS: Final = 5.0
 _TOLD_AT_ONCE: Final = 5
 # uvloop's timers are of whole milliseconds, and ring before a moment that lies between two.
 _EARLY_SECONDS: Final = 0.001
-_REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass; a restart of the process frees the partition"
+_REMEDY: Final = (
+    "it catches its own cancellation, or waits without a bound while it cleans up (asyncpg's close() does, of a silent connection:"
+    " terminate() does not); where it does not end, a restart of the process frees the partition"
+)
 
 
 class AttemptDeadline(Retryable):
@@ -50,7 +53,7 @@ class _Held:
     until: float = field(init=False)
     task: "asyncio.Task[object]" = field(init=False)
     cancelling: int = field(init=False)
-    expired: bool = False
+    expired: int = 0
     told: bool = False
 
     def __enter__(self) -> None:
@@ -60,13 +63,15 @@ class _Held:
         self.all.put_down(self)
         if not self.expired:
             return
-        alone = self.task.uncancel() <= self.cancelling
+        for _ in range(self.expired):
+            left = self.task.uncancel()
+        alone = left <= self.cancelling
         if isinstance(error, TimeoutError | TransientError) or (alone and isinstance(error, asyncio.CancelledError)):
             raise AttemptDeadline from error
 
     def expire(self) -> None:
-        """Its time is over."""
-        self.expired = True
+        """Its time is over. ``expired`` counts how often it was told so."""
+        self.expired += 1
         self.task.cancel()
 
 
@@ -113,10 +118,14 @@ class InHand:
         if left := [one.until for one in running if not one.expired]:
             self._look_at(min(left))
 
-    def tell_of_late(self) -> None:
-        """Those whose time is long over."""
+    def mind_late(self) -> None:
+        """Those whose time is long over: a second cancellation gets out of what waits while it cleans up."""
         now = lease_clock()
-        self._tell([one for one in self._held if not one.told and now > one.since + one.handler.attempt_seconds + _MARGIN_SECONDS])
+        late = [one for one in self._held if now > one.since + one.handler.attempt_seconds + _MARGIN_SECONDS]
+        self._tell([one for one in late if not one.told])
+        for one in late:
+            if one.expired == 1:
+                one.expire()
 
     def tell_of_cancelled(self) -> None:
         """All that come from Kafka were cancelled, and these have not ended."""

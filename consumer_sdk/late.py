@@ -1,10 +1,15 @@
 """Connections that are opened when they are first asked for: not every worker publishes, not every handler has effects."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 __all__ = ["Late"]
+
+
+# A pool closes in 2 s at most, by force then.
+_CLOSE_SECONDS: Final = 3.0
 
 
 class _Closing(Protocol):
@@ -31,7 +36,8 @@ class Late(Generic[_Kind]):
         return self._opened
 
     async def close(self) -> None:
-        """Close it, even if it is being opened at this moment for somebody who waits for it no more."""
-        async with self._opening:
-            if self._opened is not None:
-                await self._opened.close()
+        """Close it, even if it is being opened at this moment for somebody who waits for it no more; not where that takes long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS), self._opening:
+                if self._opened is not None:
+                    await self._opened.close()

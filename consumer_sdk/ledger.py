@@ -243,8 +243,8 @@ class Ledger:
         try:
             return await self._recorded(wanted, taken, ended)
         finally:
-            if ended.cancelled is not None:
-                raise ended.cancelled  # what the call came to is known, and kept, all the same
+            if ended.interrupted is not None:
+                raise ended.interrupted  # what the call came to is known, and kept, all the same
 
     async def _recorded(self, wanted: _Wanted, taken: Taken, ended: Ended) -> object:
         if ended.error is None:

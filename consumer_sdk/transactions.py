@@ -234,8 +234,9 @@ class _Work:
                 await self._commit()
                 ended = True
             elif not isinstance(error, _CUT):
-                with contextlib.suppress(*_GONE):  # the connection went first, and the transaction with it
-                    await self._connection.end(commit=False)
+                with contextlib.suppress(*_GONE):  # the connection went first, or is silent, and the transaction goes with it
+                    async with asyncio.timeout(_SILENCE_SECONDS):
+                        await self._connection.end(commit=False)
                     ended = True
         except Exception as failure:
             self._raise_ours(failure)

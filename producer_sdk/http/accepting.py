@@ -16,6 +16,7 @@ import asyncpg
 import structlog
 from starlette.background import BackgroundTasks
 
+from fencepost.cancelling import cancelled
 from fencepost.clock import lease_clock
 from fencepost.errors import ConfigurationError, InProgress, InvalidCommand, KeyExpired, TransientError
 from fencepost.finite import finite_json
@@ -101,9 +102,11 @@ def _scope(request: Request) -> Scope:
 
 
 class _Start:
-    """One start on its way. ``committing``: its COMMIT was sent, or is about to be."""
+    """One start on its way. ``committing``: its COMMIT was sent, or is about to be. ``given_up``: it will not be."""
 
     committing = False
+    given_up = False
+    transaction: OpenTransaction | None = None
 
 
 class Accepting:
@@ -114,7 +117,7 @@ class Accepting:
         # One connection stays free for who reads for all that wait; a burst of look-ups waits here, as long as its requests may.
         self._looking = asyncio.Semaphore(runtime.settings.routes_read_connections - 1)
         self._on_their_way: set[bytes] = set()
-        self._tasks: set[asyncio.Task[Started]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def look_up(self, request: Request) -> Started | None:
         """The lineage of the request's key, None if there is none. Raises ``Refused`` and ``TransientError``."""
@@ -212,11 +215,12 @@ class Accepting:
         try:
             await asyncio.wait({task}, timeout=max(request.call.start_until - lease_clock(), 0))
             if not task.done() and not start.committing:
-                task.cancel()
-                await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+                await self._end(task, start, request)
         except asyncio.CancelledError:
             if not start.committing:
-                task.cancel()
+                ending = asyncio.create_task(self._end(task, start, request))
+                self._tasks.add(ending)
+                ending.add_done_callback(self._tasks.discard)
             task.add_done_callback(_retrieve)
             raise
         if not task.done() or task.cancelled():
@@ -224,8 +228,19 @@ class Accepting:
             raise NotKnown
         return task.result()
 
+    async def _end(self, task: "asyncio.Task[Started]", start: _Start, request: Request) -> None:
+        """Of a start that does not end, its connection is taken away: there are few, and others wait for them."""
+        start.given_up = True
+        if await cancelled(task, _CANCEL_SECONDS):
+            return
+        if start.transaction is not None:
+            start.transaction.abandon()
+        remedy = "its handler catches its own cancellation: let asyncio.CancelledError pass"
+        _log.warning("start_does_not_end", route=request.call.operation.name, remedy=remedy)
+
     async def _start(self, request: Request, identity: _Identity, start: _Start) -> Started:
         async with self._runtime.transactions.begin() as transaction:
+            start.transaction = transaction
             found = await self._reserved(request, identity, transaction)
             if found is not None:
                 return found
@@ -243,6 +258,8 @@ class Accepting:
                 raise NotKnown from None
             monitor_id = uuid4()
             await transaction.row(START_LINEAGE, self._lineage(request, command.run_id, monitor_id))
+            if start.given_up:  # the handler let its cancellation pass by
+                raise NotKnown
             start.committing = True
             try:
                 await transaction.commit()

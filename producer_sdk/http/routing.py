@@ -266,10 +266,11 @@ class _Handler:
 
 async def _until(deadline: float, work: Coroutine[Any, Any, _Result], route: str) -> _Result:
     """Raise ``NotKnown`` where the deadline comes first; a time-out of the application's own passes through. What does not end when
-    it is cancelled is waited for, since it has to end in this task, and told of."""
-    seconds = max(deadline - lease_clock(), 0)
-    limit = asyncio.timeout(seconds)
-    told = asyncio.get_running_loop().call_later(seconds + _CLEAN_UP_SECONDS, _tell, route)
+    it is cancelled twice is told of: it has to be waited for, since it has to end in this task."""
+    task, seconds = asyncio.current_task(), max(deadline - lease_clock(), 0)
+    assert task is not None
+    limit, again = asyncio.timeout(seconds), _Again(task, route)
+    timer = asyncio.get_running_loop().call_later(seconds + _CLEAN_UP_SECONDS, again)
     try:
         async with limit:
             return await work
@@ -277,16 +278,35 @@ async def _until(deadline: float, work: Coroutine[Any, Any, _Result], route: str
         if limit.expired():
             raise NotKnown from None
         raise
+    except asyncio.CancelledError:
+        if again.undone():
+            raise NotKnown from None
+        raise
     finally:
-        told.cancel()
+        timer.cancel()
+        again.undone()
 
 
-def _tell(route: str) -> None:
-    remedy = (
-        "a dependency of the route catches its cancellation, or waits without a bound while it cleans up (asyncpg's close()"
-        " does, of a silent connection: terminate() does not)"
-    )
-    _log.warning("dependency_does_not_end", route=route, consequence="its client waits in vain", remedy=remedy)
+class _Again:
+    """Cancels once more what was cancelled at its deadline, and tells of it: a second cancellation gets out of what waits while it
+    cleans up, as asyncpg's close() does for the word of a silent connection."""
+
+    def __init__(self, task: "asyncio.Task[Any]", route: str) -> None:
+        self._task = task
+        self._route = route
+        self._cancelling = task.cancelling()
+        self._done = False
+
+    def __call__(self) -> None:
+        self._done = True
+        self._task.cancel()
+        remedy = "a dependency of the route catches its cancellation, or waits without a bound while it cleans up: let it pass"
+        _log.warning("dependency_does_not_end", route=self._route, remedy=remedy)
+
+    def undone(self) -> bool:
+        """Take it back, as whoever has cancelled a task must. Whether it was done, and nobody else has cancelled."""
+        done, self._done = self._done, False
+        return done and self._task.uncancel() <= self._cancelling
 
 
 async def _reply(started: Started, background: BackgroundTasks | None, scope: Scope, receive: Receive, send: Send) -> None:

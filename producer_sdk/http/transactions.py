@@ -77,6 +77,9 @@ class OpenTransaction(Protocol):
     async def commit(self) -> None:
         """Raises ``CommitUnknown`` where nobody knows whether it did."""
 
+    def abandon(self) -> None:
+        """Take its connection away from whoever does not give it back."""
+
 
 class Transactions(Protocol):
     """Where accepting transactions come from."""
@@ -188,6 +191,9 @@ class _PoolTransaction:
         async with translated("accept", role=ROLE):
             return await plain.accept(self.tx, command, scope, key, secrets=secrets, key_retention_seconds=key_retention_seconds)
 
+    def abandon(self) -> None:
+        _terminate(self.tx)
+
     async def commit(self) -> None:
         if self.tx.was_ended:
             raise TransactionRequired(_NOT_THEIRS)
@@ -249,6 +255,9 @@ class _SessionTransaction:
         return await sqlalchemy.accept_async(
             self.tx, command, scope, key, secrets=secrets, key_retention_seconds=key_retention_seconds
         )
+
+    def abandon(self) -> None:
+        """The engine is the application's, and its connections are."""
 
     async def commit(self) -> None:
         await self.tx.flush()

@@ -16,12 +16,13 @@ from uuid import UUID
 import asyncpg
 import httpx
 import pytest
+from fastapi import FastAPI
 from structlog.testing import capture_logs
 
 from consumer_sdk import WorkflowContext
 from fencepost.devservices import free_port
 from fencepost.devservices.processes import Watchdog
-from producer_sdk.http import Principal, Tx, routing, runtime
+from producer_sdk.http import Principal, Tx, accepting, routing, runtime
 from producer_sdk.http.store import Monitor
 from producer_sdk.http.transactions import _PoolTransaction
 from tests.support.besieged_routes import SCHEMA
@@ -450,35 +451,96 @@ async def commits_waiting(shop: Shop, number: int) -> bool:
 # What the author's code does
 
 
-async def test_a_dependency_that_does_not_end_at_the_deadline_is_told_of(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R31: it waits without a bound while it cleans up, as for the word of a connection that is silent. Its request cannot be
-    answered, and nobody else's waits for it."""
+@pytest.mark.parametrize("stubborn", [True, False])
+async def test_a_dependency_that_waits_while_it_cleans_up_at_the_deadline(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, stubborn: bool
+) -> None:
+    """R31: without a bound, as for the word of a connection that is silent. A second cancellation gets it out, and the client its
+    answer. One that catches that too is told of, and nobody else waits for it."""
     monkeypatch.setattr(routing, "_CLEAN_UP_SECONDS", 0.01)
     asked, let_go = asyncio.Event(), asyncio.Event()
 
-    async def stubborn() -> Principal:
+    async def principal() -> Principal:
         if asked.is_set():
             return Principal("acme", "ada")
         asked.set()
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.Event().wait()
-        await let_go.wait()
-        raise asyncio.CancelledError
+        finally:
+            try:
+                await let_go.wait()
+            finally:
+                while stubborn and not let_go.is_set():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await let_go.wait()
+        raise AssertionError
 
     app = shop.app(request_deadline_seconds=4, prepare=arrived_ago(2.9))
-    app.dependency_overrides[current_principal] = stubborn
+    app.dependency_overrides[current_principal] = principal
     async with shop.serving(app) as http, shop.working():
         client = Counterpart(http)
         with capture_logs() as logs:
-            hanging = asyncio.create_task(client.order("k-1"))
+            late = asyncio.create_task(client.order("k-1"))
             await asked.wait()
             await eventually(lambda: [entry["event"] for entry in logs] == ["dependency_does_not_end"])
-            assert (await client.order("k-2", headers={"prefer": "respond-async"})).status_code == 202
-            assert not hanging.done()
-            let_go.set()
-            late = await hanging
-    assert (late.status_code, "location" in late.headers) == (202, False)
+            if stubborn:
+                assert (await client.order("k-2", headers={"prefer": "respond-async"})).status_code == 202
+                assert not late.done()
+                let_go.set()
+            answer = await late
+    assert (answer.status_code, "location" in answer.headers) == (202, False)
     assert [entry["route"] for entry in logs if entry["event"] == "dependency_does_not_end"] == ["orders"]
+
+
+@pytest.mark.parametrize("stubborn", [True, False])
+async def test_a_start_that_does_not_end_gives_its_connection_back(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, stubborn: bool
+) -> None:
+    """R31: there are few, and all of them would be gone. Nothing of it is ever committed, however it goes on."""
+    monkeypatch.setattr(accepting, "_CANCEL_SECONDS", 0.01)
+    let_go, ended = asyncio.Event(), asyncio.Event()
+    own = Shop(shop.database_url, shop.connection, routes_start_connections=1)
+
+    @own.durable.route(own.workflow, name="slow", request_deadline_seconds=4)
+    async def slow(order: OrderIn, tx: Tx) -> PlaceOrder:
+        row = await tx.fetchval("INSERT INTO stage.orders (item) VALUES ('x') RETURNING id")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if not stubborn:
+                await asyncio.Event().wait()
+            while not let_go.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await let_go.wait()
+            ended.set()
+        return PlaceOrder(user="ada", order=order, row=row)
+
+    router = own.durable.router()
+    router.post("/slow", status_code=201)(slow)
+
+    def prepare(app: FastAPI) -> None:
+        app.include_router(router)
+        arrived_ago(2.5)(app)
+
+    app = own.app(prepare=prepare)
+    async with own.serving(app, raising=False) as http, own.working():
+        client = Counterpart(http)
+        with capture_logs() as logs:
+            late = await client.order("k-1", path="/slow")
+        assert (late.status_code, "location" in late.headers) == (202, False)
+        assert [entry["event"] for entry in logs] == ["start_does_not_end"] * stubborn
+        assert (await client.order("k-2", headers={"prefer": "respond-async"})).status_code == 202
+        let_go.set()
+        if stubborn:
+            await ended.wait()
+            await eventually(lambda: not app_tasks(own), message="it has ended")
+        stored = await own.stored()
+    assert (stored["runs"], stored["orders"]) == (1, 1)
+
+
+def app_tasks(shop: Shop) -> Any:
+    runtime = shop.durable.runtime
+    return runtime is not None and runtime.accepting._tasks
 
 
 def raises(_order: Order) -> dict[str, int]:

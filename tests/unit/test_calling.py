@@ -57,7 +57,7 @@ async def test_an_error_of_its_own_is_passed_on() -> None:
 
 
 class Stubborn:
-    """A call that waits on when it is cancelled, as a driver does that closes a silent connection, until it is let go."""
+    """A call that waits on however often it is cancelled, until it is let go."""
 
     def __init__(self, then: Callable[[], object] = lambda: "late") -> None:
         self.begun = asyncio.Event()
@@ -71,7 +71,9 @@ class Stubborn:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         self.cancelled.set()
-        await self.let_go.wait()
+        while not self.let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.let_go.wait()
         self.ended.set()
         return self._then()
 
@@ -108,6 +110,21 @@ async def test_what_ends_in_time_is_as_if_it_had_no_limit() -> None:
 async def test_what_takes_too_long_is_cancelled() -> None:
     with pytest.raises(TimeoutError):
         (await called_within(0.001, "x", asyncio.Event().wait)).answer()
+
+
+async def test_a_second_cancellation_ends_what_waits_while_it_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a driver does that closes a connection which is silent."""
+    monkeypatch.setattr(calling, "_CLEAN_UP_SECONDS", 0.001)
+
+    async def closes() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+
+    with capture_logs() as logs:
+        assert isinstance((await called_within(0.001, "x", closes)).error, TimeoutError)
+    assert (logs, calling._left) == ([], set())
 
 
 async def test_the_model_that_waits_for_it_waits_on() -> None:

@@ -2,14 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 import pytest
 import uvloop
+from structlog.testing import capture_logs
 
+from consumer_sdk import in_hand as module
 from consumer_sdk.in_hand import AttemptDeadline, InHand
 from consumer_sdk.message_handlers import MessageHandler, MessageHandlers
 from fencepost.errors import TransientError
+from tests.support.waiting import eventually
 
 SOON: Final = 0.001
 NEVER: Final = 3_600.0
@@ -169,3 +173,40 @@ def test_a_timer_that_rings_early_is_not_set_again_and_again(run: Run, monkeypat
 
     run(many())
     assert len(rung) <= 100
+
+
+async def closing() -> object:
+    """Waits without a bound while it cleans up."""
+    try:
+        return await forever()
+    finally:
+        await forever()
+
+
+def test_what_waits_while_it_cleans_up_is_cancelled_once_more_and_its_task_is_left_uncancelled(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a driver does that closes a connection which is silent: it would hold its slot and its partition's offset for good."""
+    monkeypatch.setattr(module, "_MARGIN_SECONDS", -1e9)
+
+    record = SimpleNamespace(topic="orders", partition=0, offset=7)
+    delivery: Any = SimpleNamespace(record=record, arrival=None)
+
+    async def handled(in_hand: InHand) -> object:
+        with in_hand.held(HANDLERS[SOON], [delivery], since=0):
+            return await closing()
+
+    async def minded() -> object:
+        in_hand = InHand()
+        task = asyncio.create_task(handled(in_hand))
+        await asyncio.sleep(0)
+        (held,) = in_hand._held
+        await eventually(lambda: held.expired)
+        with capture_logs() as logs:
+            in_hand.mind_late()
+            in_hand.mind_late()
+        assert ([entry["event"] for entry in logs], held.expired) == (["handler_does_not_end"], 2)
+        await asyncio.wait([task])
+        return type(task.exception()), task.cancelling()
+
+    assert run(minded()) == (AttemptDeadline, 0)
