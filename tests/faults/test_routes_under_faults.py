@@ -16,7 +16,6 @@ from uuid import UUID
 import asyncpg
 import httpx
 import pytest
-from fastapi import FastAPI
 from structlog.testing import capture_logs
 
 from consumer_sdk import WorkflowContext
@@ -38,6 +37,7 @@ from tests.support.routes import (
     current_principal,
     is_replay,
     slug,
+    with_routes_arrived_ago,
 )
 from tests.support.run_invariants import violations
 from tests.support.service_process import ServiceProcess
@@ -517,12 +517,7 @@ async def test_a_start_that_does_not_end_gives_its_connection_back(
 
     router = own.durable.router()
     router.post("/slow", status_code=201)(slow)
-
-    def prepare(app: FastAPI) -> None:
-        app.include_router(router)
-        arrived_ago(2.5)(app)
-
-    app = own.app(prepare=prepare)
+    app = own.app(prepare=with_routes_arrived_ago(router, 2.5))
     async with own.serving(app, raising=False) as http, own.working():
         client = Counterpart(http)
         with capture_logs() as logs:

@@ -33,6 +33,7 @@ from tests.support.routes import (
     current_principal,
     is_replay,
     slug,
+    with_routes_arrived_ago,
 )
 from tests.support.runs import Runs
 from tests.support.session import SharedServices
@@ -388,12 +389,7 @@ async def test_a_start_that_is_late_is_rolled_back(shop: Shop) -> None:
 
     router = shop.durable.router()
     router.post("/lazy", status_code=201)(lazy)
-
-    def prepare(app: FastAPI) -> None:
-        app.include_router(router)
-        arrived_ago(2.5)(app)
-
-    async with shop.open(prepare=prepare) as client:
+    async with shop.open(prepare=with_routes_arrived_ago(router, 2.5)) as client:
         late = await client.order(path="/lazy")
         assert (late.status_code, is_replay(late)) == (202, False)
         assert not {"location", "fencepost-run-id"} & set(late.headers)

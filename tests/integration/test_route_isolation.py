@@ -2,7 +2,7 @@
 for the connection that they share."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import asyncpg
@@ -28,6 +28,15 @@ async def shop(database_url: str) -> AsyncIterator[Shop]:
     await connection.close()
 
 
+def app_of(shop: Shop, orders: Callable[..., Awaitable[PlaceOrder]]) -> FastAPI:
+    router = shop.durable.router()
+    router.post("/orders", status_code=201)(shop.durable.route(shop.workflow, wait_seconds=0)(orders))
+    app = FastAPI()
+    app.include_router(router)
+    shop.durable.install(app)
+    return app
+
+
 async def test_starts_of_different_keys_do_not_cancel_each_other_under_a_default_of_serializable(shop: Shop) -> None:
     """All have looked their keys up before the first one writes: PostgreSQL would see them in each other's way."""
     all_here = asyncio.Barrier(STARTS)
@@ -39,12 +48,7 @@ async def test_starts_of_different_keys_do_not_cancel_each_other_under_a_default
             await all_here.wait()
         return PlaceOrder(user="ada", order=order, row=1)
 
-    router = shop.durable.router()
-    router.post("/orders", status_code=201)(shop.durable.route(shop.workflow, wait_seconds=0)(orders))
-    app = FastAPI()
-    app.include_router(router)
-    shop.durable.install(app)
-    async with shop.serving(app) as http:
+    async with shop.serving(app_of(shop, orders)) as http:
         sent = [
             http.post("/orders", json={"item": f"book {n}"}, headers=bearer() | {"idempotency-key": f"k-{n}"})
             for n in range(STARTS)
@@ -66,12 +70,7 @@ async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(shop: S
         await tx.execute("SET search_path = pg_temp; SET ROLE pg_monitor; SET LOCAL ROLE NONE")
         return PlaceOrder(user="ada", order=order, row=1)
 
-    router = own.durable.router()
-    router.post("/orders", status_code=201)(own.durable.route(own.workflow, wait_seconds=0)(orders))
-    app = FastAPI()
-    app.include_router(router)
-    own.durable.install(app)
-    async with own.serving(app) as http:
+    async with own.serving(app_of(own, orders)) as http:
         for n in range(2):
             headers = bearer() | {"idempotency-key": f"k-{n}"}
             assert (await http.post("/orders", json={"item": "book"}, headers=headers)).status_code == 202

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import asyncpg
 import httpx
-from fastapi import FastAPI, Header, HTTPException
+from fastapi import APIRouter, FastAPI, Header, HTTPException
 from pydantic import BaseModel
 
 from consumer_sdk.handlers import Handlers
@@ -244,3 +244,13 @@ def arrived_ago(seconds: float) -> Callable[[FastAPI], None]:
             await self.app(scope, receive, send)
 
     return lambda app: app.add_middleware(Late)
+
+
+def with_routes_arrived_ago(router: APIRouter, seconds: float) -> Callable[[FastAPI], None]:
+    """The same, of an application with more routes."""
+
+    def prepare(app: FastAPI) -> None:
+        app.include_router(router)
+        arrived_ago(seconds)(app)
+
+    return prepare
