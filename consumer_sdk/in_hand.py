@@ -54,6 +54,7 @@ class _Held:
     task: "asyncio.Task[object]" = field(init=False)
     cancelling: int = field(init=False)
     expired: int = 0
+    expired_at: float = 0.0
     told: bool = False
 
     def __enter__(self) -> None:
@@ -72,6 +73,7 @@ class _Held:
     def expire(self) -> None:
         """Its time is over. ``expired`` counts how often it was told so."""
         self.expired += 1
+        self.expired_at = lease_clock()
         self.task.cancel()
 
 
@@ -124,7 +126,8 @@ class InHand:
         late = [one for one in self._held if now > one.since + one.handler.attempt_seconds + _MARGIN_SECONDS]
         self._tell([one for one in late if not one.told])
         for one in late:
-            if one.expired == 1:
+            # From the first one on: of two in one turn of a loop that stood still the handler would see one.
+            if one.expired == 1 and now > one.expired_at + _MARGIN_SECONDS:
                 one.expire()
 
     def tell_of_cancelled(self) -> None:

@@ -27,8 +27,8 @@ else:
 __all__ = ["HandlerConnection", "Transactions", "open_effects", "whole_milliseconds"]
 
 _RECORD: Final = load_statements("consumer_sdk", "messages.sql")["record_message"]
-# An earlier handler may have left its own settings, another tenant's search path say.
-_BEGIN: Final = f"BEGIN; {UNSET}"
+# An earlier handler may have left its own settings, another tenant's search path say. BEGIN reads some of them.
+_BEGIN: Final = f"BEGIN; {UNSET}COMMIT; BEGIN; "
 _GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
 
 # Cut short, or on a server that became a reader: not used again, nor waited for.
@@ -64,7 +64,7 @@ class HandlerConnection(WatchedConnection):
         if self.was_ended or not self.is_in_transaction():
             told = "the handler ended the transaction, which is not its own; what it wrote may be undone"
             raise asyncpg.NoActiveSQLTransactionError(told)
-        await self.commit()
+        await self.commit_by_owner()
 
     def returned(self) -> None:
         """The handler's cursors, statements and listeners end here, as where a pool of the driver's takes a connection back."""

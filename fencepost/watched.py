@@ -37,8 +37,9 @@ class WatchedConnection(asyncpg.Connection):
         """A transaction has begun."""
         self.was_ended = False
 
-    async def commit(self) -> None:
-        """End the transaction. Raises ``InFailedSQLTransactionError`` where PostgreSQL undid it: it only says ROLLBACK then."""
+    async def commit_by_owner(self) -> None:
+        """End the transaction; whoever it is lent to has no business with it. Raises ``InFailedSQLTransactionError`` where
+        PostgreSQL undid it: it only says ROLLBACK then."""
         self._top_xact = None  # the driver's own object of the transaction stays as it is, and nobody asks it any more
         if await self.execute("COMMIT") != "COMMIT":
             raise asyncpg.InFailedSQLTransactionError("a statement of the transaction had failed, and nothing was committed")

@@ -189,12 +189,12 @@ def _unencodable(message: str) -> str:
 
 
 def _model_values(value: object) -> object:
-    dump: Callable[[], str] | None = getattr(value, "model_dump_json", None)
+    dump: Callable[..., object] | None = getattr(value, "model_dump", None)
     if dump is None:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    payload = dump().encode()
-    check_finite(payload, value.model_dump)  # type: ignore[attr-defined]
-    return json.loads(payload)
+    dumped = dump(mode="json")
+    check_finite(json.dumps(dumped).encode(), dump)
+    return dumped
 
 
 def _as_event_rule(check: Callable[..., None], *arguments: object, **options: object) -> None:

@@ -215,9 +215,11 @@ class Accepting:
         try:
             await asyncio.wait({task}, timeout=max(request.call.start_until - lease_clock(), 0))
             if not task.done() and not start.committing:
+                start.given_up = True
                 await self._end(task, start, request)
         except asyncio.CancelledError:
             if not start.committing:
+                start.given_up = True  # now, and not when the task below has its turn
                 ending = asyncio.create_task(self._end(task, start, request))
                 self._tasks.add(ending)
                 ending.add_done_callback(self._tasks.discard)
@@ -230,7 +232,6 @@ class Accepting:
 
     async def _end(self, task: "asyncio.Task[Started]", start: _Start, request: Request) -> None:
         """Of a start that does not end, its connection is taken away: there are few, and others wait for them."""
-        start.given_up = True
         if await cancelled(task, _CANCEL_SECONDS):
             return
         if start.transaction is not None:

@@ -270,7 +270,7 @@ async def _until(deadline: float, work: Coroutine[Any, Any, _Result], route: str
     task, seconds = asyncio.current_task(), max(deadline - lease_clock(), 0)
     assert task is not None
     limit, again = asyncio.timeout(seconds), _Again(task, route)
-    timer = asyncio.get_running_loop().call_later(seconds + _CLEAN_UP_SECONDS, again)
+    again.arm(seconds)
     try:
         async with limit:
             return await work
@@ -283,7 +283,6 @@ async def _until(deadline: float, work: Coroutine[Any, Any, _Result], route: str
             raise NotKnown from None
         raise
     finally:
-        timer.cancel()
         again.undone()
 
 
@@ -291,13 +290,23 @@ class _Again:
     """Cancels once more what was cancelled at its deadline, and tells of it: a second cancellation gets out of what waits while it
     cleans up, as asyncpg's close() does for the word of a silent connection."""
 
+    _timer: asyncio.TimerHandle
+
     def __init__(self, task: "asyncio.Task[Any]", route: str) -> None:
         self._task = task
         self._route = route
         self._cancelling = task.cancelling()
         self._done = False
 
-    def __call__(self) -> None:
+    def arm(self, seconds: float) -> None:
+        """For the deadline, and the second one from there on, not from now: of two cancellations in one turn of a loop that stood
+        still the task would see one."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._arm_second)
+
+    def _arm_second(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_CLEAN_UP_SECONDS, self._cancel)
+
+    def _cancel(self) -> None:
         self._done = True
         self._task.cancel()
         remedy = "a dependency of the route catches its cancellation, or waits without a bound while it cleans up: let it pass"
@@ -305,6 +314,7 @@ class _Again:
 
     def undone(self) -> bool:
         """Take it back, as whoever has cancelled a task must. Whether it was done, and nobody else has cancelled."""
+        self._timer.cancel()
         done, self._done = self._done, False
         return done and self._task.uncancel() <= self._cancelling
 

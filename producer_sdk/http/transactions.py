@@ -199,7 +199,7 @@ class _PoolTransaction:
             raise TransactionRequired(_NOT_THEIRS)
         self.committed = True
         try:
-            await self.tx.commit()
+            await self.tx.commit_by_owner()
         except _LOST as error:
             _raise_for_commit(error)
             raise

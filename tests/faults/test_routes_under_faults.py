@@ -365,11 +365,20 @@ async def passes_over_an_error(tx: Any) -> None:
         await tx.execute("SELECT 1 / 0")
 
 
+async def commits_it_by_habit(tx: Any) -> None:
+    """As drivers and SQLAlchemy have it; asyncpg has none."""
+    await tx.execute("INSERT INTO stage.orders (item) VALUES ('x')")
+    await tx.commit()
+
+
 async def loses_it(tx: Any) -> None:
     tx.terminate()
 
 
-@pytest.mark.parametrize(("careless", "status"), [(ends_it, 500), (undoes_it, 500), (passes_over_an_error, 500), (loses_it, 503)])
+@pytest.mark.parametrize(
+    ("careless", "status"),
+    [(ends_it, 500), (undoes_it, 500), (commits_it_by_habit, 500), (passes_over_an_error, 500), (loses_it, 503)],
+)
 async def test_a_handler_that_breaks_its_transaction_starts_nothing(shop: Shop, careless: Any, status: int) -> None:
     """JOB-2, 9.7-32: no run without its handler's writes, and the next request finds a sound connection."""
 

@@ -100,6 +100,20 @@ async def test_the_bounds_are_the_transaction_s(transactions: Transactions) -> N
         assert await connection.fetchval("SHOW statement_timeout") == "10s"
 
 
+async def test_a_handler_has_no_commit_of_its_own(transactions: Transactions, database: Any) -> None:
+    """By habit of other drivers' it would keep the message's row, and half of the effects."""
+
+    async def commits() -> None:
+        async with recorded(transactions) as connection:
+            await connection.execute("INSERT INTO written VALUES ($1)", "a")
+            await connection.commit()
+
+    with pytest.raises(AttributeError):
+        await commits()
+    assert await rows(database) == 0
+    assert await database.fetchval("SELECT count(*) FROM written") == 0
+
+
 @pytest.mark.parametrize("how", ["committed", "undone", "handled before"])
 @pytest.mark.parametrize("sessions", ["own", "a pooler's"])
 async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(
@@ -110,13 +124,15 @@ async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(
         database_url, role=ROLE, size=1, limit_seconds=10, longest_seconds=60, own_sessions=sessions == "own"
     )  # fmt: skip
     await database.execute("CREATE SCHEMA other")
-    seen = "SELECT current_user, current_setting('search_path'), current_setting('work_mem'), current_setting('statement_timeout')"
+    names = ("search_path", "work_mem", "statement_timeout", "transaction_isolation", "transaction_read_only")
+    seen = "SELECT current_user, " + ", ".join(f"current_setting('{name}')" for name in names)
     async with recorded(own, limit_seconds=60) as connection:
         pid, before = await connection.fetchval("SELECT pg_backend_pid()"), await connection.fetchrow(seen)
     with contextlib.suppress(ValueError):
         async with recorded(own, PING._replace(run_key="set"), limit_seconds=60) as connection:
             await connection.execute(
-                "SET search_path = other; SET ROLE pg_monitor; SET statement_timeout = 0; SET work_mem = '1MB'"
+                "SET search_path = other; SET ROLE pg_monitor; SET statement_timeout = 0; SET work_mem = '1MB';"
+                "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL SERIALIZABLE, READ ONLY"
             )
             assert await connection.fetchrow(seen) != before
             if how == "undone":

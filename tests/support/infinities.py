@@ -63,6 +63,14 @@ class Scaled(BaseModel):
 
 class Level(Enum):
     HIGHEST = INFINITE
+    BOTH = (1.0, INFINITE)
+
+
+class Sets(BaseModel):
+    """Each dump of one has an order of its own."""
+
+    values: set[float]
+    frozen: frozenset[float | None] = frozenset()
 
 
 @dataclass
@@ -85,6 +93,9 @@ IN_MODELS: Final[dict[str, BaseModel]] = {
     "a computed field": Computed(),
     "a serializer": Scaled(value=1e308),
     "an enum": Measured(anything=Level.HIGHEST),
+    "an enum of several": Measured(anything=Level.BOTH),
+    **{f"a set of {number}": Sets(values={INFINITE, *(one / 7 for one in range(number))}) for number in (1, 5, 30, 100)},
+    "a frozen set": Sets(values=set(), frozen=frozenset({None, NAN, *(one / 7 for one in range(30))})),
     "a dataclass": Measured(anything=Pair(1, INFINITE)),
     "a name within any": Measured(anything={NAN: 1}),
     "constants": Constants(value=INFINITE),

@@ -41,7 +41,7 @@ from producer_sdk.acceptance import (
 from producer_sdk.command_rules import MAX_INPUT_BYTES
 from producer_sdk.identity import CURRENT_PROFILE, fingerprint
 from producer_sdk.runs import cancel_parameters
-from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES, INFINITE, Texts
+from tests.support.infinities import IN_MODELS, IN_PLAIN_VALUES
 
 SECRETS = Secrets({1: b"1" * 32, 2: b"2" * 32}, write=(2, 1))
 SCOPE = Scope(tenant_id="acme", principal="ana", operation="POST /reports")
@@ -165,10 +165,6 @@ def test_an_input_with_an_infinity_or_a_nan_is_refused(value: object) -> None:
     """Also where the key is bound to a request of its own: a worker would get nothing in its place."""
     refused = refusal(input={"measured": value}, request={"month": 1})
     assert (refused.field, refused.limit) == ("input", "must be a value that JSON can hold: it holds NaN or an infinity")
-
-
-def test_an_infinity_that_its_model_writes_as_text_is_kept() -> None:
-    assert command(input=Texts(value=INFINITE), request=None).input == b'{"value":"Infinity"}'
 
 
 def test_an_input_at_the_limit_is_kept() -> None:

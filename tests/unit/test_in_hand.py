@@ -187,7 +187,6 @@ def test_what_waits_while_it_cleans_up_is_cancelled_once_more_and_its_task_is_le
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a driver does that closes a connection which is silent: it would hold its slot and its partition's offset for good."""
-    monkeypatch.setattr(module, "_MARGIN_SECONDS", -1e9)
 
     record = SimpleNamespace(topic="orders", partition=0, offset=7)
     delivery: Any = SimpleNamespace(record=record, arrival=None)
@@ -203,6 +202,10 @@ def test_what_waits_while_it_cleans_up_is_cancelled_once_more_and_its_task_is_le
         (held,) = in_hand._held
         await eventually(lambda: held.expired)
         with capture_logs() as logs:
+            in_hand.mind_late()
+            # It began long ago, as where the loop stood still; its cancellation is of this moment, and it may clean up.
+            assert held.expired == 1
+            monkeypatch.setattr(module, "_MARGIN_SECONDS", -1.0)
             in_hand.mind_late()
             in_hand.mind_late()
         assert ([entry["event"] for entry in logs], held.expired) == (["handler_does_not_end"], 2)
