@@ -78,6 +78,11 @@ class Attempt:
         if self._handling is not None:
             self._handling.cancel()
 
+    def cancel_again(self) -> None:
+        """The handler was stopped, and waits while it cleans up; why, see ``fencepost.cancelling``."""
+        if self._handling is not None:
+            self._handling.cancel()
+
     @property
     def has_progress_limit_passed(self) -> bool:
         limit = self._handler.progress_seconds

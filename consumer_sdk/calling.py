@@ -7,9 +7,9 @@ from typing import Final
 
 from fencepost.cancelling import cancelled
 
-__all__ = ["Ended", "HandlerExited", "called", "called_within"]
+__all__ = ["CallEnded", "HandlerExited", "called", "called_within"]
 
-# What a call may need to clean up after it was cancelled. Short against the ledger's margin, which the record of its end must keep.
+# What a call may need to clean up after it was cancelled. Short against the ledger's margin, in which its end is to be recorded.
 _CLEAN_UP_SECONDS: Final = 1.0
 _REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass"
 #: The loop itself holds no task; those that nobody waits for any more would be collected while they run.
@@ -35,7 +35,7 @@ async def called(function: Callable[..., Awaitable[object]], *arguments: object)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallEnded:
     """How a call ended: with a ``result``, or with an ``error``, ``TimeoutError`` where its time was over. ``interrupted``: whoever
     waited for it was cancelled meanwhile, and has to raise that when it has made use of the rest."""
 
@@ -52,7 +52,7 @@ class Ended:
         return self.result
 
 
-async def called_within(seconds: float, told: str, function: Callable[..., Awaitable[object]], *arguments: object) -> Ended:
+async def called_within(seconds: float, told: str, function: Callable[..., Awaitable[object]], *arguments: object) -> CallEnded:
     """How a call ended that may take ``seconds``; then it is cancelled, as it is when whoever waits for it is. Raises only their
     cancellation, where the call came to nothing that could be told.
 
@@ -70,26 +70,29 @@ async def called_within(seconds: float, told: str, function: Callable[..., Await
     if call.done() and not call.cancelled():
         error = call.exception()
         assert error is None or isinstance(error, Exception), "the rest has been made one"
-        return Ended(None if error else call.result(), error, interrupted)
+        return CallEnded(None if error else call.result(), error, interrupted)
     if interrupted is not None:
         raise interrupted
-    return Ended(error=TimeoutError())
+    return CallEnded(error=TimeoutError())
 
 
 async def _end(call: "asyncio.Task[object]", told: str) -> None:
     try:
-        await cancelled(call, _CLEAN_UP_SECONDS)
+        if not await cancelled(call, _CLEAN_UP_SECONDS):
+            _tell(told)
+    except asyncio.CancelledError:
+        call.cancel()  # whoever waits has to go now, and leaves it without knowing whether it ends
+        raise
     finally:
         if not call.done():
             _left.add(call)
-            _tell(told)
         call.add_done_callback(_forget)
 
 
 def _tell(told: str) -> None:
     import structlog  # whoever imports the SDK to test handlers needs no logs
 
-    structlog.get_logger(__name__).warning("call_does_not_end", call=told, left_behind=len(_left), remedy=_REMEDY)
+    structlog.get_logger(__name__).warning("call_does_not_end", call=told, left_behind=len(_left) + 1, remedy=_REMEDY)
 
 
 def _forget(call: "asyncio.Task[object]") -> None:

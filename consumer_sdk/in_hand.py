@@ -27,8 +27,8 @@ _TOLD_AT_ONCE: Final = 5
 # uvloop's timers are of whole milliseconds, and ring before a moment that lies between two.
 _EARLY_SECONDS: Final = 0.001
 _REMEDY: Final = (
-    "it catches its own cancellation, or waits without a bound while it cleans up (asyncpg's close() does, of a silent connection:"
-    " terminate() does not); where it does not end, a restart of the process frees the partition"
+    "it catches its own cancellation, or waits without a bound while it cleans up: let asyncio.CancelledError pass; where it does"
+    " not end, a restart of the process frees the partition"
 )
 
 

@@ -7,7 +7,6 @@ from typing import Final, Generic, Protocol, TypeVar
 
 __all__ = ["Late"]
 
-
 # A pool closes in 2 s at most, by force then.
 _CLOSE_SECONDS: Final = 3.0
 

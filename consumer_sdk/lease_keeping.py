@@ -30,7 +30,10 @@ _MOST_AT_ONCE: Final = 500
 _MOST_HEARD_OF: Final = 1_000
 # Beyond what a handler may take to clean up.
 _PATIENCE_SECONDS: Final = 5.0
-_REMEDY: Final = "it catches its own cancellation: let asyncio.CancelledError pass; a restart of the process frees its slot"
+_REMEDY: Final = (
+    "it catches its own cancellation, or waits without a bound while it cleans up: let asyncio.CancelledError pass; where it does"
+    " not end, a restart of the process frees its slot"
+)
 # Past its deadline the database renews an attempt no more, and a lost lease cannot be renewed.
 _NOT_RENEWED: Final = frozenset({StopReason.LEASE_LOST, StopReason.ATTEMPT_DEADLINE})
 
@@ -81,6 +84,7 @@ class LeaseKeeper:
         if (seconds := now - attempt.stopped_at) < self._settings.worker_cancel_grace_seconds + _PATIENCE_SECONDS:
             return
         attempt.told_that_it_does_not_end = True
+        attempt.cancel_again()
         claim = attempt.state.claim
         told = {"run_id": str(claim.key.run_id), "workflow": claim.workflow, "stopped_for": attempt.reason.value}
         _log.warning("handler_does_not_end", **told, seconds=round(seconds, 1), remedy=_REMEDY)

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
-from consumer_sdk.calling import Ended, called_within
+from consumer_sdk.calling import CallEnded, called_within
 from consumer_sdk.classification import classify, proven
 from consumer_sdk.effect_store import EffectStore
 from consumer_sdk.effects import (
@@ -42,6 +42,7 @@ from fencepost.errors import (
     EffectMismatch,
     EffectUnknown,
     InvalidInput,
+    InvariantViolated,
     LeaseLost,
     RunErased,
     TransientError,
@@ -53,7 +54,8 @@ __all__ = ["Ledger", "LedgerUnusable", "ledger_secrets"]
 _DOMAIN: Final = b"fencepost effect request"
 #: How long a reservation is another's before it counts as left behind: the time between two statements, amply.
 _HOLD_SECONDS: Final = 10.0
-#: How long after a call's own end the ledger waits for its answer: the time of one statement, amply.
+#: How long after a call's own end others leave its record alone: the time of one statement, amply. A later record is refused where
+#: another has taken it over.
 _MARGIN_SECONDS: Final = 5.0
 _LEAST_PAUSE_SECONDS: Final = 0.05
 _MOST_PAUSE_SECONDS: Final = 1.0
@@ -242,15 +244,21 @@ class Ledger:
         ended = await called_within(left, wanted.key.operation, wanted.call, effect)
         try:
             return await self._recorded(wanted, taken, ended)
-        finally:
-            if ended.interrupted is not None:
-                raise ended.interrupted  # what the call came to is known, and kept, all the same
+        except Exception as error:
+            if ended.interrupted is None or isinstance(error, InvariantViolated):
+                raise
+            raise ended.interrupted from error
 
-    async def _recorded(self, wanted: _Wanted, taken: Taken, ended: Ended) -> object:
+    async def _recorded(self, wanted: _Wanted, taken: Taken, ended: CallEnded) -> object:
+        """The call's result, or what it failed of; a cancellation meanwhile, when what the call came to has been recorded."""
+        result: object = None
         if ended.error is None:
-            return await self._record_success(wanted, taken, ended.result)
-        await self._record_failure(wanted, taken, ended.error)
-        raise ended.error
+            result = await self._record_success(wanted, taken, ended.result)
+        else:
+            await self._record_failure(wanted, taken, ended.error)
+        if error := ended.interrupted or ended.error:
+            raise error
+        return result
 
     async def _record_success(self, wanted: _Wanted, taken: Taken, result: object) -> object:
         """A result that JSON cannot hold does not undo the effect: it is recorded without one, and then told."""

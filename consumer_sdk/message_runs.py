@@ -78,6 +78,7 @@ class MessageRuns:
             reconcilers=reconcilers,
             secrets=secrets,
             metrics=metrics,
+            pooler=settings.worker_wakeup == "poll",
         )
         self._keeper = LeaseKeeper(store, settings, metrics, answered=lambda: None)
 

@@ -33,7 +33,7 @@ _COMPLETED: Final = Settled(state="completed", reason=None)
 
 
 class RunWriter:
-    """The writes of one worker's attempts. Each raises ``LeaseLost`` where the fence refused it."""
+    """The writes of one worker's attempts. Each raises ``LeaseLost`` where the fence refused it. ``pooler``: one stands between."""
 
     def __init__(
         self,
@@ -47,13 +47,16 @@ class RunWriter:
         secrets: Secrets | None,
         metrics: WorkerMetrics,
         continue_run: Callable[[Continuation], Awaitable[UUID | None]] | None = None,
+        pooler: bool = False,
     ) -> None:
         self._store = store
         self._worker_id = worker_id
         self._lease_seconds = lease_seconds
         self._reconcilers = reconcilers
         connections = min(concurrency, _MOST_TRANSACTIONS)
-        self._transactions = Transactions(database_url, role=ROLE, size=connections, limit_seconds=lease_seconds)
+        self._transactions = Transactions(
+            database_url, role=ROLE, size=connections, limit_seconds=lease_seconds, own_sessions=not pooler
+        )  # fmt: skip
         # On connections of its own: handlers that wait for it must not wait in the way of renewals.
         effects = partial(open_effects, database_url, role=ROLE, size=connections, timeout_seconds=lease_seconds)
         self._ledger = LateLedger(effects, holder=worker_id, secrets=secrets, count=metrics.effect)

@@ -1,6 +1,7 @@
 """Runs a worker or a consumer as a process: signals, logs, and an end that waits for nobody who does not end."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -46,7 +47,8 @@ def run_service(make: Callable[[], Service]) -> None:
     in_time = threading.Timer(0 if left_behind else _END_SECONDS, _exit, [fault])
     in_time.daemon = True
     in_time.start()
-    runner.close()
+    with contextlib.suppress(BaseException):  # a task's sys.exit() while it cleans up must not take the fault's place
+        runner.close()
     if _threads_of_handlers():
         _exit(fault)
     in_time.cancel()

@@ -17,7 +17,7 @@ from fencepost.clock import lease_clock
 from fencepost.database import StatementPool, inlined, translation
 from fencepost.errors import TransientError
 from fencepost.statements import load_statements
-from fencepost.watched import UNSET, WatchedConnection
+from fencepost.watched import UNSET, UNSET_ROLE, WatchedConnection
 
 if TYPE_CHECKING:
     _Proxy: TypeAlias = PoolConnectionProxy[asyncpg.Record]
@@ -27,8 +27,10 @@ else:
 __all__ = ["HandlerConnection", "Transactions", "open_effects", "whole_milliseconds"]
 
 _RECORD: Final = load_statements("consumer_sdk", "messages.sql")["record_message"]
-# An earlier handler may have left its own settings, another tenant's search path say. BEGIN reads some of them.
-_BEGIN: Final = f"BEGIN; {UNSET}COMMIT; BEGIN; "
+# An earlier handler may have left settings, another tenant's search path say, and BEGIN itself reads some of them.
+_BEGIN_ANEW: Final = f"BEGIN; {UNSET}COMMIT; BEGIN; "
+# What else is set for the session is the pooler's business.
+_BEGIN_WITHIN: Final = f"BEGIN; {UNSET_ROLE}"
 _GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
 
 # Cut short, or on a server that became a reader: not used again, nor waited for.
@@ -46,9 +48,9 @@ class HandlerConnection(WatchedConnection):
 
     _outer: Transaction | None = None
 
-    async def begin(self, rest: str) -> int:
-        """Begin a transaction, in which the statements ``rest`` are the first; how many rows the last of them came to."""
-        status = await self.execute(_BEGIN + rest)
+    async def begin(self, statements: str) -> int:
+        """Begin a transaction by BEGIN and what goes out with it; how many rows the last of the statements came to."""
+        status = await self.execute(statements)
         if self._outer is None:
             self._outer = self.transaction()
         self._top_xact = self._outer
@@ -86,8 +88,8 @@ class _Lent(_Proxy):
 class Transactions:
     """``limit_seconds`` bounds the wait for a connection to open, and of a bounded transaction every statement and its silence;
     ``longest_seconds`` is the most that the others ask for. ``own_sessions``: no pooler stands between, so the longest is every
-    session's bound, and a transaction sets its own only where that is another. Connections are opened when they are needed,
-    ``size`` at most, and closed when they were not for minutes.
+    session's bound, a transaction sets its own only where that is another, and what its predecessor has set is undone. Connections
+    are opened when they are needed, ``size`` at most, and closed when they were not for minutes.
 
     Not a pool of the driver's: what it does around each use costs as much as a statement.
     """
@@ -107,6 +109,7 @@ class Transactions:
         self._limit = limit_seconds
         self._longest = max(limit_seconds, longest_seconds)
         self._session_bound = self._longest if own_sessions else None
+        self._begin = _BEGIN_ANEW if own_sessions else _BEGIN_WITHIN
         self._slots = asyncio.Semaphore(size)
         # The last that came back is the next to go out: the others fall idle.
         self._idle: list[tuple[HandlerConnection, float]] = []
@@ -117,12 +120,13 @@ class Transactions:
     def begin(self, *, bounded: bool = True) -> "_Transaction":
         """A connection with a transaction begun. ``bounded`` False: the caller's first statement sets the bounds. Raises
         ``Ambiguous`` for a COMMIT without an answer, ``TransientError`` where nothing was committed."""
-        return _Transaction(self, role=self._role, rest=self._bounds(self._limit) if bounded else "")
+        return _Transaction(self, role=self._role, begin=self._begin + (self._bounds(self._limit) if bounded else ""))
 
     def begin_recorded(self, identity: Identity, *, holder: str, limit_seconds: float) -> "_Recorded":
         """The same with a message recorded as handled before anything else, and bounds of its own: one round trip. For a message
         that was handled before it gives None in place of the connection."""
-        return _Recorded(self, role=self._role, rest=self._bounds(limit_seconds) + inlined(_RECORD, *identity, holder))
+        begin = self._begin + self._bounds(limit_seconds) + inlined(_RECORD, *identity, holder)
+        return _Recorded(self, role=self._role, begin=begin)
 
     def _bounds(self, seconds: float) -> str:
         return "" if seconds == self._session_bound else _local_bounds(seconds)
@@ -206,16 +210,16 @@ class _Work:
     _connection: HandlerConnection
     _lent: _Lent
 
-    def __init__(self, transactions: Transactions, *, role: str, rest: str) -> None:
+    def __init__(self, transactions: Transactions, *, role: str, begin: str) -> None:
         self._transactions = transactions
         self._role = role
-        self._rest = rest
+        self._begin_by = begin
 
     async def _begin(self) -> int:
         try:
             self._connection = connection = await self._transactions.acquire()
             try:
-                rows = await connection.begin(self._rest)
+                rows = await connection.begin(self._begin_by)
             except BaseException:
                 self._transactions.release(connection, reusable=False)
                 raise

@@ -22,8 +22,6 @@ _log = structlog.get_logger(__name__)
 
 # How long an attempt that is over, and may have been cancelled, waits for the database to hear of it.
 _ANSWER_SECONDS: Final = 2.0
-
-
 # A message waits so long for its turn, and then makes room for others: of one that does not end nobody knows how long.
 _TURN_SECONDS: Final = 1.0
 

@@ -187,6 +187,7 @@ class Worker:
             secrets=self._secrets,
             metrics=self._metrics,
             continue_run=workflows.continue_run,
+            pooler=settings.worker_wakeup == "poll",
         )
         chunks = ChunkWriter(
             settings.database_url.get_secret_value(),

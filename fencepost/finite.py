@@ -43,18 +43,26 @@ def check_finite(payload: bytes, dumped: Callable[[], object]) -> None:
     while waiting:
         written, given = waiting.pop()
         given = given.value if isinstance(given, Enum) else given
-        if written in _WRITTEN and _is_infinite_or_nan(given):
-            _refuse()
-        if isinstance(given, Set) and isinstance(written, list):
+        if isinstance(given, Set):
             # Each dump has an order of its own.
-            if any(part in _WRITTEN for part in written) and any(_is_infinite_or_nan(part) for part in given):
+            if any(one in _WRITTEN for one in _leaves(written)) and any(map(_is_infinite_or_nan, _leaves(given))):
                 _refuse()
-            continue
-        waiting += _parts(written, given)
+        elif written in _WRITTEN and _is_infinite_or_nan(given):
+            _refuse()
+        else:
+            waiting += [part for part in _parts(written, given) if part[0] in _WRITTEN or isinstance(part[0], dict | list)]
 
 
 def _is_infinite_or_nan(given: object) -> bool:
     return isinstance(given, float) and not math.isfinite(given)
+
+
+def _leaves(value: object) -> Iterable[object]:
+    """Of what a set can hold: tuples, sets and members of enums, at any depth."""
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, list | tuple | Set):
+        return chain.from_iterable(map(_leaves, value))
+    return (value,)
 
 
 def _parts(written: object, given: object) -> Iterable[tuple[Any, Any]]:

@@ -19,7 +19,6 @@ __all__ = ["Listener"]
 _log = structlog.get_logger(__name__)
 
 _CONNECT_SECONDS: Final = 10
-_PROBE: Final = "SELECT current_setting('transaction_read_only')"
 _PROBE_SECONDS: Final = 15.0
 _PROBE_ANSWER_SECONDS: Final = 5
 _RECONNECT_SECONDS: Final = 1.0
@@ -71,8 +70,8 @@ class Listener:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_PROBE_SECONDS):
                         await ended.wait()
-                if not ended.is_set() and await connection.fetchval(_PROBE, timeout=_PROBE_ANSWER_SECONDS) == "on":
-                    return  # a server that became a reader hears nothing any more; new connections follow the address to the writer
+                if not ended.is_set():
+                    await connection.fetchval("SELECT 1", timeout=_PROBE_ANSWER_SECONDS)
         except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError) as error:
             raise TransientError(f"listen: {type(error).__name__}: {error}") from error
 

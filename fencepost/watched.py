@@ -11,10 +11,12 @@ from typing import Any, Final
 import asyncpg
 from asyncpg.transaction import Transaction
 
-__all__ = ["UNSET", "WatchedConnection"]
+__all__ = ["UNSET", "UNSET_ROLE", "WatchedConnection"]
 
-#: Undoes SET, set_config and SET ROLE, which RESET ALL leaves: all is again as the session began.
-UNSET: Final = "RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; "
+#: Undoes SET ROLE, which RESET ALL leaves.
+UNSET_ROLE: Final = "RESET SESSION AUTHORIZATION; RESET ROLE; "
+#: Undoes SET and set_config as well: all is again as the session began. Not behind a pooler, which sets some of it for its clients.
+UNSET: Final = f"RESET ALL; {UNSET_ROLE}"
 
 _SPACE: Final = r"(?:\s++|--[^\n]*+(?:\n|\Z)|/\*[^*]*+\*++(?:[^/*][^*]*+\*++)*+/)*+"
 # Of savepoints only is ROLLBACK TO. Too much may match, in a text say: it costs a look.
@@ -46,7 +48,7 @@ class WatchedConnection(asyncpg.Connection):
 
     def get_reset_query(self) -> str:
         """What a pool of the driver's sends before the connection is another's."""
-        return f"{super().get_reset_query()}\n{UNSET}"
+        return f"{super().get_reset_query()}\n{UNSET_ROLE}"
 
     async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:  # noqa: ASYNC109 - the driver's
         if args or _ENDING.search(query) is None:  # what has arguments is one command, and comes to `_execute`

@@ -189,7 +189,7 @@ def _usable(caller: Connection | Session) -> Connection:
         pooled = connection.connection
     except PendingRollbackError as error:
         raise TransactionRequired(ABORTED) from error
-    if getattr(pooled.dbapi_connection, "autocommit", False):
+    if getattr(pooled.dbapi_connection, "autocommit", False) is True:  # sqlite3 from Python 3.12 on has a number, for neither
         raise TransactionRequired(AUTOCOMMIT)
     if is_aborted(pooled.driver_connection):
         raise TransactionRequired(ABORTED)

@@ -23,7 +23,7 @@ from fencepost.finite import finite_json
 from fencepost.secrets import Secrets
 from fencepost.workflows import Workflow
 from producer_sdk.command import Command
-from producer_sdk.http.operation import Call, Started
+from producer_sdk.http.operation import START_MARGIN_SECONDS, Call, Started
 from producer_sdk.http.principal import Principal
 from producer_sdk.http.problems import Refused
 from producer_sdk.http.store import FIND_KEY, START_LINEAGE, FoundKey, LineageKey, LookedUp, Standing, found_key
@@ -37,7 +37,8 @@ __all__ = ["Accepting", "NotKnown", "Request"]
 
 _log = structlog.get_logger(__name__)
 
-_CANCEL_SECONDS: Final = 1.0
+# What follows is in time for the request's deadline.
+_CANCEL_SECONDS: Final = START_MARGIN_SECONDS / 2
 
 
 class NotKnown(Exception):
@@ -231,7 +232,7 @@ class Accepting:
         return task.result()
 
     async def _end(self, task: "asyncio.Task[Started]", start: _Start, request: Request) -> None:
-        """Of a start that does not end, its connection is taken away: there are few, and others wait for them."""
+        """Of a start that does not end, Fencepost's connection is taken away: there are few, and others wait for them."""
         if await cancelled(task, _CANCEL_SECONDS):
             return
         if start.transaction is not None:

@@ -30,7 +30,7 @@ from producer_sdk.http.accepting import Request as Accepted
 from producer_sdk.http.answers import Answer, pending_answer, problem_answer
 from producer_sdk.http.headers import KEY_HEADER, field_values, parse_key, preference_of
 from producer_sdk.http.openapi import described
-from producer_sdk.http.operation import Call, Operation, Site, Started
+from producer_sdk.http.operation import START_MARGIN_SECONDS, Call, Operation, Site, Started
 from producer_sdk.http.problems import Refused
 from producer_sdk.http.requests import NO_BODY, bound_request, check_length, form_body, is_form, json_body, limited, refused_fields
 from producer_sdk.http.stamp import arrival_of
@@ -45,8 +45,8 @@ __all__ = ["OPERATION", "PROBE", "DurableRoute", "Parked", "ParkingRoute"]
 
 _log = structlog.get_logger(__name__)
 
-# What a dependency may need to clean up after it was cancelled.
-_CLEAN_UP_SECONDS: Final = 1.0
+# What a dependency may need to clean up after it was cancelled. What follows is in time for the request's deadline.
+_CLEAN_UP_SECONDS: Final = START_MARGIN_SECONDS / 2
 
 #: The attribute of an endpoint that says which durable and operation it belongs to.
 OPERATION: Final = "__fencepost_operation__"
@@ -287,8 +287,7 @@ async def _until(deadline: float, work: Coroutine[Any, Any, _Result], route: str
 
 
 class _Again:
-    """Cancels once more what was cancelled at its deadline, and tells of it: a second cancellation gets out of what waits while it
-    cleans up, as asyncpg's close() does for the word of a silent connection."""
+    """Cancels once more what was cancelled at its deadline, and tells of it; why, see ``fencepost.cancelling``."""
 
     _timer: asyncio.TimerHandle
 

@@ -19,6 +19,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumer_sdk import WorkflowContext
+from fencepost import cancelling
 from fencepost.devservices import free_port
 from fencepost.devservices.processes import Watchdog
 from producer_sdk.http import Principal, Tx, accepting, routing, runtime
@@ -507,6 +508,8 @@ async def test_a_start_that_does_not_end_gives_its_connection_back(
 ) -> None:
     """R31: there are few, and all of them would be gone. Nothing of it is ever committed, however it goes on."""
     monkeypatch.setattr(accepting, "_CANCEL_SECONDS", 0.01)
+    if not stubborn:
+        monkeypatch.setattr(cancelling, "_AGAIN_SECONDS", 10.0)
     let_go, ended = asyncio.Event(), asyncio.Event()
     own = Shop(shop.database_url, shop.connection, routes_start_connections=1)
 

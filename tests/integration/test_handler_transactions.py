@@ -115,14 +115,9 @@ async def test_a_handler_has_no_commit_of_its_own(transactions: Transactions, da
 
 
 @pytest.mark.parametrize("how", ["committed", "undone", "handled before"])
-@pytest.mark.parametrize("sessions", ["own", "a pooler's"])
-async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(
-    database_url: str, database: Any, how: str, sessions: str
-) -> None:
+async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(database_url: str, database: Any, how: str) -> None:
     """Another tenant's search path or role would be the next message's. What the session began with stays: its bounds too."""
-    own = Transactions(
-        database_url, role=ROLE, size=1, limit_seconds=10, longest_seconds=60, own_sessions=sessions == "own"
-    )  # fmt: skip
+    own = Transactions(database_url, role=ROLE, size=1, limit_seconds=10, longest_seconds=60, own_sessions=True)
     await database.execute("CREATE SCHEMA other")
     names = ("search_path", "work_mem", "statement_timeout", "transaction_isolation", "transaction_read_only")
     seen = "SELECT current_user, " + ", ".join(f"current_setting('{name}')" for name in names)
@@ -143,6 +138,15 @@ async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(
     async with recorded(own, PING._replace(run_key="next"), limit_seconds=60) as connection:
         assert (await connection.fetchval("SELECT pg_backend_pid()"), await connection.fetchrow(seen)) == (pid, before)
     own.close()
+
+
+async def test_behind_a_pooler_a_role_is_undone_and_nothing_that_the_pooler_has_set(transactions: Transactions) -> None:
+    async with recorded(transactions) as connection:
+        user = await connection.fetchval("SELECT current_user")
+        await connection.execute("SET application_name = 'the pooler''s client'; SET ROLE pg_monitor")
+    async with recorded(transactions, PING._replace(run_key="next")) as connection:
+        assert await connection.fetchval("SELECT current_user") == user
+        assert await connection.fetchval("SHOW application_name") == "the pooler's client"
 
 
 async def test_who_waits_for_another_delivery_waits_no_longer_than_its_bound(transactions: Transactions, database: Any) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -116,7 +117,8 @@ def test_every_command_of_the_tutorial_prints_what_it_shows(hello: str) -> None:
     assert len(commands) >= 10
     for exchange in commands:
         printed, shown = console.run(exchange)
-        assert printed == shown, exchange.command
+        # The name of a status is Python's, and changed with 3.13.
+        assert printed.replace(HTTPStatus(422).phrase, "Unprocessable Entity") == shown, exchange.command
 
 
 def test_the_tutorial_goes_through_what_the_contract_promises() -> None:

@@ -48,6 +48,13 @@ async def _sleep() -> None:
     await asyncio.to_thread(time.sleep, 3600)
 
 
+async def _exit_at_its_end() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        sys.exit(0)
+
+
 async def _leave(what: str) -> None:
     if what == "generator":
         _kept.append(generator := _generate())
@@ -55,7 +62,13 @@ async def _leave(what: str) -> None:
     elif what == "thread":
         threading.Thread(target=time.sleep, args=(3600,)).start()
     elif what != "nothing":
-        left = {"task": _stay, "spawning task": _spawn, "exiting task": _exit, "worker thread": _sleep}[what]
+        left = {
+            "task": _stay,
+            "spawning task": _spawn,
+            "exiting task": _exit,
+            "task that exits at its end": _exit_at_its_end,
+            "worker thread": _sleep,
+        }[what]
         _kept.append(asyncio.create_task(left()))
         await asyncio.sleep(0.05 if what == "worker thread" else 0)
 

@@ -71,6 +71,7 @@ class Sets(BaseModel):
 
     values: set[float]
     frozen: frozenset[float | None] = frozenset()
+    anything: frozenset[Any] = frozenset()
 
 
 @dataclass
@@ -95,6 +96,9 @@ IN_MODELS: Final[dict[str, BaseModel]] = {
     "an enum": Measured(anything=Level.HIGHEST),
     "an enum of several": Measured(anything=Level.BOTH),
     **{f"a set of {number}": Sets(values={INFINITE, *(one / 7 for one in range(number))}) for number in (1, 5, 30, 100)},
+    "a set of tuples": Sets(values=set(), anything=frozenset({(1, INFINITE), (1, 2.0)})),
+    "a set of sets": Sets(values=set(), anything=frozenset({frozenset({NAN}), frozenset({1})})),
+    "a set of enums": Sets(values=set(), anything=frozenset({Level.HIGHEST, 1})),
     "a frozen set": Sets(values=set(), frozen=frozenset({None, NAN, *(one / 7 for one in range(30))})),
     "a dataclass": Measured(anything=Pair(1, INFINITE)),
     "a name within any": Measured(anything={NAN: 1}),

@@ -184,6 +184,23 @@ async def test_what_a_call_came_to_is_told_to_whoever_was_cancelled_meanwhile(th
         ended.answer()
 
 
+async def test_whoever_has_to_go_while_a_call_cleans_up_tells_nothing_of_it(loop_errors: list[object]) -> None:
+    """Its time was over, it is cleaning up, and the lease is lost: nobody knows yet that it does not end."""
+    stubborn = Stubborn(raises)
+    waiting = asyncio.create_task(called_within(0.001, "x", stubborn.call))
+    await stubborn.cancelled.wait()
+    with capture_logs() as logs:
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert (waiting.cancelled(), logs, len(calling._left)) == (True, [], 1)
+    stubborn.let_go.set()
+    await stubborn.ended.wait()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert (loop_errors, calling._left) == ([], set())
+
+
 @pytest.mark.parametrize("patience", [0.001, 60])
 async def test_whoever_waits_for_a_call_can_be_cancelled_whatever_the_call_does(
     monkeypatch: pytest.MonkeyPatch, loop_errors: list[object], patience: float

@@ -45,7 +45,7 @@ async def test_whoever_asks_after_a_failure_opens_it_anew() -> None:
     assert isinstance(await late.opened(), Pool)
 
 
-async def test_what_is_being_opened_for_somebody_who_was_cancelled_is_closed() -> None:
+async def test_what_is_being_opened_at_the_stop_is_closed() -> None:
     going, pool = asyncio.Event(), Pool()
 
     async def open_it() -> Pool:

@@ -19,13 +19,20 @@ GRACE: Final = 10.0
 PATIENCE: Final = 5.0
 
 
-def attempt(*, reason: StopReason | None = StopReason.ATTEMPT_DEADLINE, stopped_ago: float, over: bool = False) -> Any:
+def attempt(
+    cancelled_again: list[JobKey],
+    *,
+    reason: StopReason | None = StopReason.ATTEMPT_DEADLINE,
+    stopped_ago: float,
+    over: bool = False,
+) -> Any:
     return SimpleNamespace(
         reason=reason,
         stopped_at=lease_clock() - stopped_ago,
         told_that_it_does_not_end=False,
         has_progress_limit_passed=False,
         stop=lambda _reason: None,
+        cancel_again=lambda: cancelled_again.append(KEY),
         state=SimpleNamespace(
             over=over,
             completed=False,
@@ -45,13 +52,15 @@ def attempt(*, reason: StopReason | None = StopReason.ATTEMPT_DEADLINE, stopped_
         pytest.param({"reason": None, "stopped_ago": 1_000.0}, 0, id="works"),
     ],
 )
-async def test_only_a_handler_that_does_not_end_is_told_of(how: Any, told: int) -> None:
+async def test_only_a_handler_that_does_not_end_is_told_of_and_cancelled_once_more(how: Any, told: int) -> None:
     """Once. A database that does not answer is no fault of the handler's, whose end it keeps from being written."""
     settings = load_worker_settings({"database_url": "postgresql://h/d", "worker_cancel_grace_seconds": GRACE})
     keeper = LeaseKeeper(cast("Any", None), settings, cast("Any", None), answered=lambda: None)
-    keeper.attempts[KEY] = attempt(**how)
+    cancelled_again: list[JobKey] = []
+    keeper.attempts[KEY] = attempt(cancelled_again, **how)
     with capture_logs() as logs:
         keeper.watch()
         keeper.watch()
         await asyncio.sleep(0)
     assert [entry["event"] for entry in logs] == ["handler_does_not_end"] * told
+    assert len(cancelled_again) == told

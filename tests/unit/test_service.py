@@ -39,6 +39,12 @@ def test_a_service_that_failed_ends_in_spite_of_what_does_not(left: str, fault: 
     assert (process.returncode, process.stderr) == (code, said)
 
 
+def test_a_fault_stays_one_where_a_task_exits_while_it_cleans_up() -> None:
+    process = ended("configuration", "task that exits at its end")
+    assert process.returncode == 1
+    assert process.stderr.rstrip().endswith("ConfigurationError: the secrets are gone")
+
+
 def test_a_task_that_exits_ends_the_process() -> None:
     """sys.exit() in a task that a handler has begun passes by everything."""
     assert ended("none", "exiting task").returncode == 1
