@@ -27,10 +27,6 @@ else:
 __all__ = ["HandlerConnection", "Transactions", "open_effects", "whole_milliseconds"]
 
 _RECORD: Final = load_statements("consumer_sdk", "messages.sql")["record_message"]
-# An earlier handler may have left settings, another tenant's search path say, and BEGIN itself reads some of them.
-_BEGIN_ANEW: Final = f"BEGIN; {UNSET}COMMIT; BEGIN; "
-# What else is set for the session is the pooler's business.
-_BEGIN_WITHIN: Final = f"BEGIN; {UNSET_ROLE}"
 _GONE: Final = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError)
 
 # Cut short, or on a server that became a reader: not used again, nor waited for.
@@ -48,9 +44,11 @@ class HandlerConnection(WatchedConnection):
 
     _outer: Transaction | None = None
 
-    async def begin(self, statements: str) -> int:
-        """Begin a transaction by BEGIN and what goes out with it; how many rows the last of the statements came to."""
-        status = await self.execute(statements)
+    async def begin(self, rest: str, *, unset: str) -> int:
+        """Begin a transaction, in which the statements ``rest`` are the first; how many rows the last of them came to. ``unset``
+        undoes what an earlier handler has set, another tenant's search path say; before, since BEGIN reads some of it."""
+        before = f"BEGIN; {unset}COMMIT; " if self.was_set else ""
+        status = await asyncpg.Connection.execute(self, f"{before}BEGIN; {rest}")
         if self._outer is None:
             self._outer = self.transaction()
         self._top_xact = self._outer
@@ -61,7 +59,7 @@ class HandlerConnection(WatchedConnection):
         """Commit or undo it. What PostgreSQL undoes where it was to commit has failed."""
         if not commit:
             self._top_xact = None
-            await self.execute("ROLLBACK")
+            await asyncpg.Connection.execute(self, "ROLLBACK")
             return
         if self.was_ended or not self.is_in_transaction():
             told = "the handler ended the transaction, which is not its own; what it wrote may be undone"
@@ -109,7 +107,7 @@ class Transactions:
         self._limit = limit_seconds
         self._longest = max(limit_seconds, longest_seconds)
         self._session_bound = self._longest if own_sessions else None
-        self._begin = _BEGIN_ANEW if own_sessions else _BEGIN_WITHIN
+        self.unset = UNSET if own_sessions else UNSET_ROLE  # what else is set for the session is the pooler's business
         self._slots = asyncio.Semaphore(size)
         # The last that came back is the next to go out: the others fall idle.
         self._idle: list[tuple[HandlerConnection, float]] = []
@@ -120,13 +118,12 @@ class Transactions:
     def begin(self, *, bounded: bool = True) -> "_Transaction":
         """A connection with a transaction begun. ``bounded`` False: the caller's first statement sets the bounds. Raises
         ``Ambiguous`` for a COMMIT without an answer, ``TransientError`` where nothing was committed."""
-        return _Transaction(self, role=self._role, begin=self._begin + (self._bounds(self._limit) if bounded else ""))
+        return _Transaction(self, role=self._role, rest=self._bounds(self._limit) if bounded else "")
 
     def begin_recorded(self, identity: Identity, *, holder: str, limit_seconds: float) -> "_Recorded":
         """The same with a message recorded as handled before anything else, and bounds of its own: one round trip. For a message
         that was handled before it gives None in place of the connection."""
-        begin = self._begin + self._bounds(limit_seconds) + inlined(_RECORD, *identity, holder)
-        return _Recorded(self, role=self._role, begin=begin)
+        return _Recorded(self, role=self._role, rest=self._bounds(limit_seconds) + inlined(_RECORD, *identity, holder))
 
     def _bounds(self, seconds: float) -> str:
         return "" if seconds == self._session_bound else _local_bounds(seconds)
@@ -210,16 +207,16 @@ class _Work:
     _connection: HandlerConnection
     _lent: _Lent
 
-    def __init__(self, transactions: Transactions, *, role: str, begin: str) -> None:
+    def __init__(self, transactions: Transactions, *, role: str, rest: str) -> None:
         self._transactions = transactions
         self._role = role
-        self._begin_by = begin
+        self._rest = rest
 
     async def _begin(self) -> int:
         try:
             self._connection = connection = await self._transactions.acquire()
             try:
-                rows = await connection.begin(self._begin_by)
+                rows = await connection.begin(self._rest, unset=self._transactions.unset)
             except BaseException:
                 self._transactions.release(connection, reusable=False)
                 raise

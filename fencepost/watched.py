@@ -1,5 +1,5 @@
-"""A connection that is lent out within a transaction, and notices when whoever has it ends that transaction. What they set for the
-session is undone before the next one has it.
+"""A connection that is lent out within a transaction, and notices when whoever has it ends that transaction, or sets something for
+the session.
 
 A statement that may do so is told by its words, and only then the transaction is looked at, before it and after it: two statements
 more for such a one, and none for any other.
@@ -25,25 +25,29 @@ _ENDING: Final = re.compile(
     rf"|rollback(?!{_SPACE}(?:(?:work|transaction){_SPACE})?to\b))\b",
     re.IGNORECASE,
 )
+# Not the SET of an UPDATE. Too much may match here as well: it costs what undoes it.
+_SETTING: Final = re.compile(rf"(?:\A|;){_SPACE}(?:set|reset|discard)\b|set_config", re.IGNORECASE)
 # One command that ends a transaction, and leaves none open.
 _PLAIN_END: Final = frozenset({"abort", "commit", "end", "rollback"})
 
 
 class WatchedConnection(asyncpg.Connection):
-    """``was_ended``: the transaction that ``watch`` was called in has ended, whether or not another is open now."""
+    """``was_ended``: the transaction that ``watch`` was called in has ended, whether or not another is open now. ``was_set``: a
+    statement since has set something that may outlive it; what a function sets for the session is not seen."""
 
     was_ended: bool = False
+    was_set: bool = False
     _top_xact: Transaction | None
 
     def watch(self) -> None:
         """A transaction has begun."""
-        self.was_ended = False
+        self.was_ended = self.was_set = False
 
     async def commit_by_owner(self) -> None:
         """End the transaction; whoever it is lent to has no business with it. Raises ``InFailedSQLTransactionError`` where
         PostgreSQL undid it: it only says ROLLBACK then."""
         self._top_xact = None  # the driver's own object of the transaction stays as it is, and nobody asks it any more
-        if await self.execute("COMMIT") != "COMMIT":
+        if await super().execute("COMMIT") != "COMMIT":
             raise asyncpg.InFailedSQLTransactionError("a statement of the transaction had failed, and nothing was committed")
 
     def get_reset_query(self) -> str:
@@ -51,20 +55,32 @@ class WatchedConnection(asyncpg.Connection):
         return f"{super().get_reset_query()}\n{UNSET_ROLE}"
 
     async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:  # noqa: ASYNC109 - the driver's
-        if args or _ENDING.search(query) is None:  # what has arguments is one command, and comes to `_execute`
+        if args:  # one command, which comes to `_execute`
             return await super().execute(query, *args, timeout=timeout)
+        self._note_settings(query)
+        if _ENDING.search(query) is None:
+            return await super().execute(query, timeout=timeout)
         before = await self._before(query)
         status: str = await super().execute(query, timeout=timeout)
         await self._after(before)
         return status
 
     async def _execute(self, query: str, *arguments: Any, **given: Any) -> Any:
+        self._note_settings(query)
         if _ENDING.match(query) is None:
             return await super()._execute(query, *arguments, **given)  # type: ignore[misc]
         before = await self._before(query)
         result = await super()._execute(query, *arguments, **given)  # type: ignore[misc]
         await self._after(before)
         return result
+
+    async def _prepare(self, query: str, **given: Any) -> Any:
+        self._note_settings(query)
+        return await super()._prepare(query, **given)  # type: ignore[misc]
+
+    def _note_settings(self, query: str) -> None:
+        if "set" in query.lower() and _SETTING.search(query) is not None:
+            self.was_set = True
 
     async def _before(self, query: str) -> str | None:
         """Which transaction is open; None where there is nothing to look at afterwards."""

@@ -114,6 +114,49 @@ async def test_a_handler_has_no_commit_of_its_own(transactions: Transactions, da
     assert await database.fetchval("SELECT count(*) FROM written") == 0
 
 
+async def by_prepared(connection: Any, setting: str) -> None:
+    await (await connection.prepare(setting)).fetch()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda connection: connection.execute("SET search_path = other"),
+        lambda connection: connection.execute("SELECT 1; -- now\n  set session search_path to other"),
+        lambda connection: connection.execute("SELECT set_config('search_path', $1, false)", "other"),
+        lambda connection: connection.fetchval("select Set_Config('search_path', 'other', false)"),
+        lambda connection: connection.execute("DO $$ BEGIN PERFORM SET_CONFIG('search_path', 'other', false); END $$"),
+        lambda connection: by_prepared(connection, "SET search_path = other"),
+    ],
+    ids=["SET", "among others", "set_config", "fetched", "DO", "prepared"],
+)
+async def test_however_it_is_set_it_is_undone(database_url: str, database: Any, way: Any) -> None:
+    own = Transactions(database_url, role=ROLE, size=1, limit_seconds=10, own_sessions=True)
+    await database.execute("CREATE SCHEMA other")
+    for _ in range(2):
+        async with own.begin() as connection:
+            assert await connection.fetchval("SHOW search_path") == '"$user", public'
+            await way(connection)
+            assert await connection.fetchval("SHOW search_path") == "other"
+    own.close()
+
+
+async def test_where_nothing_is_set_nothing_is_undone(transactions: Transactions, database: Any) -> None:
+    """It would be five statements more for each message. The SET of an UPDATE is none."""
+    asked: list[str] = []
+    async with transactions.begin() as connection:
+        connection.add_query_logger(lambda query: asked.append(query.query))
+        await connection.execute("UPDATE written SET line = 'reset'")
+        await connection.execute("UPDATE written SET line = $1", "set")
+    async with transactions.begin() as connection:
+        await connection.execute("SET LOCAL work_mem = '1MB'")
+    async with transactions.begin():
+        pass
+    begun = [query for query in asked if query.startswith("BEGIN")]
+    await eventually(lambda: asked[-1] == "COMMIT")
+    assert ["RESET" in query for query in begun] == [False, True]
+
+
 @pytest.mark.parametrize("how", ["committed", "undone", "handled before"])
 async def test_what_a_handler_sets_for_the_session_is_not_the_next_one_s(database_url: str, database: Any, how: str) -> None:
     """Another tenant's search path or role would be the next message's. What the session began with stays: its bounds too."""

@@ -1,8 +1,12 @@
 """Places and names of fields, and no value."""
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from consumer_sdk.calling import called
 from consumer_sdk.evidence import frames_of, problems_of
 
 SECRET = "s3cret-value"
@@ -62,3 +66,29 @@ def test_the_problems_of_a_model_are_fields_and_kinds() -> None:
 
 def test_another_error_is_told_by_its_class() -> None:
     assert problems_of(KeyError(SECRET)) == ["KeyError"]
+
+
+async def _deep(depth: int) -> None:
+    if depth:
+        await _deep(depth - 1)
+    raise LookupError("secret")
+
+
+async def _handles() -> None:
+    await _deep(20)
+
+
+async def test_the_frame_of_the_handler_is_told_however_deep_its_driver_is() -> None:
+    """Of a missing table a driver's frames alone say nothing."""
+
+    async def context(function: Callable[[], Coroutine[Any, Any, object]]) -> object:
+        return await function()
+
+    for attempt in (called(_handles), called(context, _handles)):
+        with pytest.raises(LookupError) as raised:
+            await attempt
+        frames = frames_of(raised.value)
+        assert len(frames) == 8
+        assert frames[0].startswith(f"{__file__}:")
+        assert [frame.rpartition(" ")[2] for frame in frames[1:]] == ["_deep"] * 7
+    assert frames_of(raised.value)[0].endswith("context")
