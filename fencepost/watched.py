@@ -25,8 +25,12 @@ _ENDING: Final = re.compile(
     rf"|rollback(?!{_SPACE}(?:(?:work|transaction){_SPACE})?to\b))\b",
     re.IGNORECASE,
 )
-# Not the SET of an UPDATE. Too much may match here as well: it costs what undoes it.
-_SETTING: Final = re.compile(rf"(?:\A|;){_SPACE}(?:set|reset|discard)\b|set_config", re.IGNORECASE)
+# Not the SET of an UPDATE, nor what is set for the transaction alone. Too much may match here as well: it costs what undoes it.
+_SETTING: Final = re.compile(
+    rf"(?:\A|;){_SPACE}(?:set(?!{_SPACE}(?:local|constraints|transaction)\b)|reset|discard)\b"
+    r"|set_config(?!\s*\([^()]*,\s*true\s*\))",
+    re.IGNORECASE,
+)
 # One command that ends a transaction, and leaves none open.
 _PLAIN_END: Final = frozenset({"abort", "commit", "end", "rollback"})
 
@@ -66,7 +70,6 @@ class WatchedConnection(asyncpg.Connection):
         return status
 
     async def _execute(self, query: str, *arguments: Any, **given: Any) -> Any:
-        self._note_settings(query)
         if _ENDING.match(query) is None:
             return await super()._execute(query, *arguments, **given)  # type: ignore[misc]
         before = await self._before(query)
@@ -74,9 +77,10 @@ class WatchedConnection(asyncpg.Connection):
         await self._after(before)
         return result
 
-    async def _prepare(self, query: str, **given: Any) -> Any:
+    def _get_statement(self, query: str, *arguments: Any, **given: Any) -> Any:
+        """Where all but the plain `execute` comes by: prepared statements and cursors of the handler's own too."""
         self._note_settings(query)
-        return await super()._prepare(query, **given)  # type: ignore[misc]
+        return super()._get_statement(query, *arguments, **given)  # type: ignore[misc]
 
     def _note_settings(self, query: str) -> None:
         if "set" in query.lower() and _SETTING.search(query) is not None:

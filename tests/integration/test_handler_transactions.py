@@ -118,6 +118,11 @@ async def by_prepared(connection: Any, setting: str) -> None:
     await (await connection.prepare(setting)).fetch()
 
 
+async def by_cursor(connection: Any) -> None:
+    async for _ in connection.cursor("SELECT set_config('search_path', 'other', false)"):
+        pass
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -126,9 +131,11 @@ async def by_prepared(connection: Any, setting: str) -> None:
         lambda connection: connection.execute("SELECT set_config('search_path', $1, false)", "other"),
         lambda connection: connection.fetchval("select Set_Config('search_path', 'other', false)"),
         lambda connection: connection.execute("DO $$ BEGIN PERFORM SET_CONFIG('search_path', 'other', false); END $$"),
+        lambda connection: connection.executemany("SELECT set_config('search_path', $1, false)", [["other"]]),
         lambda connection: by_prepared(connection, "SET search_path = other"),
+        by_cursor,
     ],
-    ids=["SET", "among others", "set_config", "fetched", "DO", "prepared"],
+    ids=["SET", "among others", "set_config", "fetched", "DO", "many", "prepared", "cursor"],
 )
 async def test_however_it_is_set_it_is_undone(database_url: str, database: Any, way: Any) -> None:
     own = Transactions(database_url, role=ROLE, size=1, limit_seconds=10, own_sessions=True)
@@ -142,14 +149,17 @@ async def test_however_it_is_set_it_is_undone(database_url: str, database: Any, 
 
 
 async def test_where_nothing_is_set_nothing_is_undone(transactions: Transactions, database: Any) -> None:
-    """It would be five statements more for each message. The SET of an UPDATE is none."""
+    """It would be five statements more for each message. The SET of an UPDATE is none, and what is set for the transaction is no
+    more behind it. So does Fencepost for batches."""
     asked: list[str] = []
     async with transactions.begin() as connection:
         connection.add_query_logger(lambda query: asked.append(query.query))
         await connection.execute("UPDATE written SET line = 'reset'")
         await connection.execute("UPDATE written SET line = $1", "set")
+        await connection.execute("SET LOCAL work_mem = '1MB'; SET CONSTRAINTS ALL IMMEDIATE")
+        await connection.fetch("SELECT set_config('work_mem', $1, true), Set_Config( 'lock_timeout', '1s' , TRUE )", "1MB")
     async with transactions.begin() as connection:
-        await connection.execute("SET LOCAL work_mem = '1MB'")
+        await connection.execute("SET work_mem = '1MB'")
     async with transactions.begin():
         pass
     begun = [query for query in asked if query.startswith("BEGIN")]
