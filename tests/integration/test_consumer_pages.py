@@ -1,4 +1,4 @@
-"""The quickstart of the consumer, done as the page says: its module, `fencepost consumer run`, the example producer."""
+"""The first consumers that the pages show, run as they say: their modules, `fencepost consumer run`, the producers."""
 
 import asyncio
 import os
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.services
 
 ROOT: Final = Path(__file__).parents[2]
 GUIDES: Final = ROOT / "docs" / "guides"
+README: Final = (ROOT / "README.md").read_text()
 BLOCK: Final = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 #: The example producer, writing to a topic of the test's.
 PRODUCE: Final = (
@@ -50,6 +51,41 @@ async def environment(database_url: str, kafka: str, start_relay: RelayFactory) 
 @pytest.fixture
 async def orders(topic: TopicFactory) -> str:
     return await topic(partitions=3)
+
+
+@pytest.fixture
+def bills(database_url: str, kafka: str, orders: str, tmp_path: Path, watchdog: Watchdog) -> Iterator[ServiceProcess]:
+    """README's, by README's command, on a topic of the test's."""
+    (tmp_path / "bills.py").write_text(BLOCK.findall(README)[1])
+    [command] = re.findall(r"`fencepost (consumer run bills:app [^`]+)`", README)
+    port = free_port()
+    process = ServiceProcess(
+        ["-m", "fencepost", *command.replace("--topics orders", f"--topics {orders}").split()],
+        {"database_url": database_url, "kafka_bootstrap_servers": kafka, "consumer_http_port": port},
+        http_port=port, log=tmp_path / "consumer.log", watchdog=watchdog, environment={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    yield process
+    if process.running:
+        process.kill()
+
+
+async def test_readme_s_consumer_bills_the_order_of_readme_s_producer(
+    bills: ServiceProcess, orders: str, tmp_path: Path, database_url: str, environment: dict[str, str]
+) -> None:
+    [table] = re.findall(r"`(CREATE TABLE [^`]+)`", README)
+    connection = await asyncpg.connect(database_url)
+    try:
+        await connection.execute(table)
+        await bills.wait_ready()
+        producer = BLOCK.findall(README)[0].replace('topic="orders"', f'topic="{orders}"')
+        await python(["-c", producer], tmp_path, environment)
+
+        async def billed() -> bool:
+            return [row["order_id"] for row in await connection.fetch("SELECT order_id FROM order_bills")] == ["o-1"]
+
+        await eventually(billed, 30)
+    finally:
+        await connection.close()
 
 
 @pytest.fixture
