@@ -9,6 +9,7 @@ from consumer_sdk.consumer_settings import load_consumer_settings
 from consumer_sdk.loading import load_object
 from consumer_sdk.message_handlers import MessageHandlers
 from consumer_sdk.service import run_service
+from fencepost.console import naming_options
 from fencepost.logs import configure_logs
 
 __all__ = ["consumer"]
@@ -35,11 +36,14 @@ def run(
 
     Example:
 
-      FENCEPOST_DATABASE_URL=postgresql://app@db/app FENCEPOST_KAFKA_BOOTSTRAP_SERVERS=kafka:9092 \\
-      fencepost consumer run payments.messages:app --topics payments --group payments
+      FENCEPOST_DATABASE_URL=postgresql://app@db/app \\
+      FENCEPOST_KAFKA_BOOTSTRAP_SERVERS=kafka:9092 \\
+      fencepost consumer run payments.messages:app --topics payments --group pay
     """
     given = {"database_url": database_url, "consumer_topics": topics, "consumer_group": group}
-    settings = load_consumer_settings({name: value for name, value in given.items() if value is not None})
+    options = {"DATABASE_URL": "--database-url", "CONSUMER_TOPICS": "--topics", "CONSUMER_GROUP": "--group"}
+    with naming_options(**{f"FENCEPOST_{name}": option for name, option in options.items()}):
+        settings = load_consumer_settings({name: value for name, value in given.items() if value is not None})
     found = load_object(handlers, MessageHandlers)
 
     def make() -> Consumer:

@@ -35,7 +35,7 @@ _TOLD_MOST: Final = 20
 _PROGRESS_SECONDS: Final = 2.0
 
 _SAYS: Final = {
-    "not_found": "there is no such dead letter",
+    "not_found": "there is no such dead letter; `fencepost dead-letters list --state all` shows all there are",
     "not_dead": "it is {state}: somebody else was first, or it is over; nothing was changed",
     "changed": "it was redriven by another meanwhile and is dead again: look at it anew; nothing was changed",
     "ambiguous": "an effect may have happened that no ledger row tells of: find out, then say --effects-checked",

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from consumer_sdk.timeline import relative
 
-__all__ = ["facts", "header_rows", "headers", "next_steps", "one_line", "readable"]
+__all__ = ["cause", "facts", "header_rows", "headers", "next_steps", "one_line", "readable"]
 
 _Row = Mapping[str, Any]
 _MESSAGE: Final = "fencepost.message"
@@ -79,6 +79,12 @@ def header_rows(letter: _Row, *, values: bool) -> list[Sequence[object]]:
     ]
 
 
+def cause(letter: _Row) -> str:
+    """The reason, and the code where it says more."""
+    reason, code = letter["reason"], letter["error_code"]
+    return str(reason) if code == reason else f"{reason}: {code}"
+
+
 def facts(letter: _Row, effects: Sequence[_Row], *, values: bool) -> Iterator[tuple[str, str]]:
     """Names and texts, in the order in which an operator asks."""
     now = letter["now"]
@@ -86,7 +92,7 @@ def facts(letter: _Row, effects: Sequence[_Row], *, values: bool) -> Iterator[tu
     yield "recorded", f"in Kafka {_when(letter['recorded_at'], now)}"
     yield "identity", f"{letter['run_key']} of tenant {letter['tenant_id'] or '(none)'}"
     yield "consumer", f"{letter['consumer']}, step {letter['step']}"
-    yield "reason", f"{letter['reason']}: {letter['error_code']} ({letter['error_class']}), attempts: {letter['attempts']}"
+    yield "reason", f"{cause(letter)} ({letter['error_class']}), attempts: {letter['attempts']}"
     yield "given up", _when(letter["created_at"], now)
     yield "state", _state(letter)
     yield "key", _key(letter, values=values)

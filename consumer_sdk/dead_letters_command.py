@@ -29,8 +29,8 @@ from consumer_sdk.dead_letter_filter import (
     TopicName,
     WhichReason,
 )
-from consumer_sdk.dead_letter_story import facts, header_rows, headers, next_steps, one_line, readable
-from consumer_sdk.inspection import Actor, DryRun, Reason, inspecting, plain
+from consumer_sdk.dead_letter_story import cause, facts, header_rows, headers, next_steps, one_line, readable
+from consumer_sdk.inspection import Actor, DryRun, Reason, id_of, inspecting, plain
 from consumer_sdk.timeline import relative
 from fencepost.console import DatabaseUrl, JsonOutput, print_json, seconds
 from fencepost.tables import print_rows, width
@@ -58,13 +58,15 @@ _FILTER: Final[Mapping[str, Any]] = {
 
 dead_letters = typer.Typer(help="Messages that consumers gave up.", no_args_is_help=True)
 
+_letter_id: Final = id_of("a dead letter", "`fencepost dead-letters list` shows them")
+
 _State = Literal["open", "dead", "redriving", "redriven", "discarded", "all"]
 _WhichState = Annotated[_State, typer.Option(help="open: dead or being redriven.")]
-_After = Annotated[UUID | None, typer.Option(help=AFTER, metavar="ID")]
-_Ids = Annotated[list[UUID] | None, typer.Argument(help="Which dead letters; or say a filter.", metavar="ID...")]
+_After = Annotated[UUID | None, typer.Option(help=AFTER, metavar="ID", parser=_letter_id)]
+_Ids = Annotated[list[UUID] | None, typer.Argument(help="Which dead letters; or say a filter.", metavar="ID...", parser=_letter_id)]
 _AtMost = Annotated[int, typer.Option(min=1, max=MOST_LETTERS, help="Change at most so many, the oldest first.")]
 _Rate = Annotated[float | None, typer.Option(min=0.01, max=10_000, help="So many a second; else as fast as it goes.")]
-_Yes = Annotated[bool, typer.Option("--yes", help="A filter without the question.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before what a filter found is changed.")]
 
 
 def _filtered(command: Callable[..., None]) -> Callable[..., None]:
@@ -105,7 +107,8 @@ def list_letters(
 
       fencepost dead-letters list
 
-      fencepost dead-letters list --consumer payments --dead-reason invalid_payload --newer-than 2h --newest-first --json
+      fencepost dead-letters list --consumer payments \\
+        --dead-reason invalid_payload --newer-than 2h --newest-first --json
     """
     statement = "list_newest_dead_letters" if newest_first else "list_dead_letters"
     found = asyncio.run(_matching(database_url, statement, which, state, (limit + 1,), after=after, newest_first=newest_first))
@@ -140,7 +143,7 @@ async def _matching(
 def _line(row: Mapping[str, Any]) -> Sequence[object]:
     cells = (
         row["dead_letter_id"], row["attempts"], _age(row["created_at"], row["now"]), row["state"], row["consumer"],
-        row["event_type"] or "?", f"{row['reason']}: {row['error_code']}",
+        row["event_type"] or "?", cause(row),
     )  # fmt: skip
     return [one_line(str(cell)) for cell in cells]
 
@@ -190,14 +193,14 @@ def _counted(row: Mapping[str, Any]) -> Sequence[object]:
     oldest, newest = (_age(row[name], row["now"]) for name in ("oldest_at", "newest_at"))
     cells = (
         f"{row['letters']:,}", f"{row['redriving']:,}", oldest, newest, row["consumer"], row["event_type"] or "?",
-        f"{row['reason']}: {row['error_code']}", row["error_class"],
+        cause(row), row["error_class"],
     )  # fmt: skip
     return [one_line(cell) for cell in cells]
 
 
 @dead_letters.command()
 def show(
-    dead_letter_id: Annotated[UUID, typer.Argument(help="Which dead letter.", metavar="ID")],
+    dead_letter_id: Annotated[UUID, typer.Argument(help="Which dead letter.", metavar="ID", parser=_letter_id)],
     values: Annotated[
         bool, typer.Option("--values", help="Show key and header values, their beginning: they may be secret.")
     ] = False,
@@ -215,7 +218,8 @@ def show(
 
       fencepost dead-letters show 01a2297b-0198-7227-a94b-e181bb24ee35
 
-      fencepost dead-letters show 01a2297b-0198-7227-a94b-e181bb24ee35 --payload-to payload.bin
+      fencepost dead-letters show 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --payload-to payload.bin
     """
     letter, effects, history, beginning, whole = asyncio.run(
         _shown(database_url, dead_letter_id, payload=payload, whole=payload_to is not None)
@@ -250,7 +254,7 @@ async def _shown(
     async with inspecting(database_url) as inspector:
         found = await inspector.rows("dead_letter", dead_letter_id, _HEADERS_MOST, _VALUE_BYTES)
         if not found:
-            _say_no("there is no such dead letter")
+            _say_no("there is no such dead letter; `fencepost dead-letters list --state all` shows all there are")
         letter = found[0]
         effects = await inspector.rows("effects_of", letter["tenant_id"], [letter["run_key"]], None, _EFFECTS_MOST)
         history = await inspector.rows("dead_letter_audit", dead_letter_id, _AUDIT_MOST)
@@ -307,7 +311,7 @@ def redrive(
     at_most: _AtMost = MOST_LETTERS,
     rate: _Rate = None,
     effects_checked: Annotated[
-        bool, typer.Option("--effects-checked", help="For ambiguous ones: somebody has looked what became of their effects.")
+        bool, typer.Option("--effects-checked", help="For ambiguous ones: somebody has looked up what became of their effects.")
     ] = False,
     wait: Annotated[float, typer.Option(min=0, max=3600, help="Wait so many seconds for the outcomes.")] = 0,
     yes: _Yes = False,
@@ -317,16 +321,18 @@ def redrive(
 ) -> None:
     """Have dead letters handled anew, by the consumer that gave them up, under the same identity. Mend the cause first.
 
-    One attempt each: effects that the ledger knows are not repeated. Leaves an audit row each. Which ones is read once, before the
-    first. Ctrl-C stops between two batches; the same command goes on. Exit code 1 if one was refused, was not asked for, or was
-    not handled within --wait.
+    Each gets one attempt; effects that the ledger knows are not repeated. Leaves an audit row each. A filter is read once,
+    before the first is changed. Ctrl-C stops between two batches; the same command goes on. Exit code 1 if one was refused, was
+    not asked for, or was not handled within --wait.
 
     Examples:
 
-      fencepost dead-letters redrive 01a2297b-0198-7227-a94b-e181bb24ee35 --actor ana --reason "schema mended" --wait 30
+      fencepost dead-letters redrive 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --actor ana --reason "schema mended" --wait 30
 
-      fencepost dead-letters redrive --consumer payments --error-code bad_iban --newer-than 2h --rate 50 --dry-run
-      --actor ana --reason "deploy 512 undone"
+      fencepost dead-letters redrive --consumer payments --error-code bad_iban \\
+        --newer-than 2h --rate 50 --dry-run \\
+        --actor ana --reason "deploy 512 undone"
     """
     change = Change(verb="redrive", actor=actor, reason=reason, effects_checked=effects_checked)
     request = Request(
@@ -353,14 +359,16 @@ def discard(
 ) -> None:
     """Give dead letters up for good: they stay as evidence, and cannot be redriven. Leaves an audit row each.
 
-    Which ones is read once, before the first. Ctrl-C stops between two batches; the same command goes on. Exit code 1 if one was
-    refused, or was not asked for.
+    A filter is read once, before the first is changed. Ctrl-C stops between two batches; the same command goes on. Exit code 1
+    if one was refused, or was not asked for.
 
     Examples:
 
-      fencepost dead-letters discard 01a2297b-0198-7227-a94b-e181bb24ee35 --actor ana --reason "test data"
+      fencepost dead-letters discard 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --actor ana --reason "test data"
 
-      fencepost dead-letters discard --topic load-test --older-than 1d --dry-run --actor ana --reason "test data"
+      fencepost dead-letters discard --topic load-test --older-than 1d \\
+        --dry-run --actor ana --reason "test data"
     """
     request = Request(
         change=Change(verb="discard", actor=actor, reason=reason), ids=dead_letter_ids or [], which=which, after=after,

@@ -10,7 +10,7 @@ import typer
 from consumer_sdk.double_completion import double_completion
 from consumer_sdk.duplicates import duplicates
 from consumer_sdk.finding import Finding, report, scope
-from consumer_sdk.inspection import LARGEST_ID, DryRun, answering, check_text, inspecting, smallest_id, time_of
+from consumer_sdk.inspection import LARGEST_ID, DryRun, answering, check_text, inspecting, run_id, smallest_id, time_of
 from consumer_sdk.lease_repair import preview, repair_leases
 from consumer_sdk.stuck_leases import stuck_leases
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json
@@ -22,7 +22,9 @@ _COUNTED_MOST: Final = 100_000
 
 diagnose = typer.Typer(help="Investigate: evidence, verdicts, and what to do next.", no_args_is_help=True)
 
-_Run = Annotated[UUID | None, typer.Option("--run", help="Only this run, and those that it concerns.", metavar="RUN_ID")]
+_Run = Annotated[
+    UUID | None, typer.Option("--run", help="Only this run, and those that it concerns.", metavar="RUN_ID", parser=run_id)
+]
 _Since = Annotated[
     float, typer.Option(min=0.001, max=87_840, help="Runs accepted within so many hours, by the times in their ids.")
 ]
@@ -46,7 +48,8 @@ def diagnose_duplicates(
 
       fencepost diagnose duplicates --tenant acme --since-hours 48
 
-      fencepost diagnose duplicates --tenant acme --run 01a2297b-0198-7227-a94b-e181bb24ee35
+      fencepost diagnose duplicates --tenant acme \\
+        --run 01a2297b-0198-7227-a94b-e181bb24ee35
     """
     check_text(tenant=tenant)
 
@@ -81,7 +84,8 @@ def diagnose_double_completion(
 
     Examples:
 
-      fencepost diagnose double-completion --run 01a2297b-0198-7227-a94b-e181bb24ee35
+      fencepost diagnose double-completion \\
+        --run 01a2297b-0198-7227-a94b-e181bb24ee35
 
       fencepost diagnose double-completion --since-hours 6 --json
     """
@@ -135,7 +139,8 @@ def diagnose_stuck_leases(
 
       fencepost diagnose stuck-leases
 
-      fencepost diagnose stuck-leases --repair --actor ana --reason "workers are down for the day" --dry-run
+      fencepost diagnose stuck-leases --repair --dry-run \\
+        --actor ana --reason "workers are down for the day"
     """
     if not repair:
         if actor is not None or reason is not None or dry_run or far_leases:

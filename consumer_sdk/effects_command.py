@@ -53,6 +53,9 @@ def list_effects(
     if as_json:
         print_json([plain(row) for row in found])
         return
+    if not found:
+        typer.echo("No effect is open." if state == "open" else "No effect fits.")
+        return
     titles = ["run", "gen", "sends", "sent", "tenant", "step", "operation", "state"]
     print_rows(titles, [_line(row) for row in found], whole=4)
 
@@ -100,13 +103,18 @@ def _found(database_url: str, tenant: str, run_key: str) -> Sequence[Any]:
     check_text(tenant=tenant or None, run_key=run_key)
     found = asyncio.run(_effects_of(database_url, tenant, run_key))
     if not found:
-        _say_no(f"tenant {shlex.quote(tenant)} has no effects of {run_key}")
+        _say_no(
+            "the tenant has no effects of this run or message; `fencepost effects list` shows which have open ones,"
+            " with --state which have others"
+        )
     return found
 
 
 async def _effects_of(database_url: str, tenant: str, run_key: str) -> Sequence[Any]:
     async with inspecting(database_url) as inspector:
-        return await inspector.rows("effects_of", tenant, [run_key], _as_run_id(run_key), _MOST_SHOWN)
+        # A blank may have been pasted along, or be part of an event's id.
+        keys = list(dict.fromkeys((run_key, run_key.strip())))
+        return await inspector.rows("effects_of", tenant, keys, _as_run_id(run_key.strip()), _MOST_SHOWN)
 
 
 def _as_run_id(run_key: str) -> UUID | None:
@@ -180,8 +188,9 @@ def resolve(
 
     Example:
 
-      fencepost effects resolve acme 01a2297b-0198-7227-a94b-e181bb24ee35 --as applied --result '{"charge": "ch_1"}'
-      --generation 3 --actor ana --reason "found in the provider's dashboard"
+      fencepost effects resolve acme 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --as applied --result '{"charge": "ch_1"}' --generation 3 \\
+        --actor ana --reason "found in the provider's dashboard"
     """
     check_text(tenant=tenant or None, actor=actor, reason=reason, operation=operation, step=step, reference=reference)
     payload = _payload(result, resolution)

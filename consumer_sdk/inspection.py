@@ -3,7 +3,7 @@
 Every look is bounded: by a limit, by a range of run ids, and by the inspector's 30 s for a statement.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -19,8 +19,8 @@ from fencepost.errors import ReplayRefused, RunChanged, RunEnded, RunNotFound
 from fencepost.statements import load_statements
 
 __all__ = [
-    "LARGEST_ID", "SMALLEST_ID", "Actor", "DryRun", "Reason", "RunId", "answering", "check_text", "inspecting", "plain",
-    "smallest_id", "time_of",
+    "LARGEST_ID", "SMALLEST_ID", "Actor", "DryRun", "Reason", "RunId", "answering", "check_text", "id_of", "inspecting", "plain",
+    "run_id", "smallest_id", "time_of",
 ]  # fmt: skip
 
 _SQL: Final = {**load_statements("consumer_sdk", "runs.sql"), **load_statements("consumer_sdk", "inspection.sql")}
@@ -31,15 +31,20 @@ SMALLEST_ID: Final = UUID(int=0)
 LARGEST_ID: Final = UUID(int=2**128 - 1)
 
 
-def _run_id(text: str) -> UUID:
-    """Raises ``typer.BadParameter``, which does not quote: what was pasted may be a client's key."""
-    try:
-        return UUID(text)
-    except ValueError:
-        raise typer.BadParameter("must be the id of a run, a UUID; `fencepost runs list` shows them") from None
+def id_of(whose: str, remedy: str) -> Callable[[str], UUID]:
+    """A parser of ids. It raises ``typer.BadParameter``, which does not quote: what was pasted may be a client's key."""
+
+    def parsed(text: str) -> UUID:
+        try:
+            return UUID(text.strip())
+        except ValueError:
+            raise typer.BadParameter(f"must be the id of {whose}, a UUID; {remedy}") from None
+
+    return parsed
 
 
-RunId = Annotated[UUID, typer.Argument(help="The run's id, as `fencepost runs list` shows it.", metavar="RUN_ID", parser=_run_id)]
+run_id: Final = id_of("a run", "`fencepost runs list` shows them")
+RunId = Annotated[UUID, typer.Argument(help="The run's id, as `fencepost runs list` shows it.", metavar="RUN_ID", parser=run_id)]
 Actor = Annotated[str, typer.Option(help="Who does this, for the audit row.")]
 Reason = Annotated[str, typer.Option(help="Why, for the audit row.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, change nothing.")]

@@ -8,7 +8,7 @@ from uuid import UUID
 import asyncpg
 import typer
 
-from consumer_sdk.inspection import Actor, DryRun, Reason, answering, check_text, inspecting, plain
+from consumer_sdk.inspection import Actor, DryRun, Reason, answering, check_text, id_of, inspecting, plain
 from fencepost.console import DatabaseUrl, Inspector, JsonOutput, print_json
 from fencepost.errors import RunNotFound, TransientError
 
@@ -19,6 +19,8 @@ _MOST_TRIES: Final = 5
 
 lineages = typer.Typer(help="Lineages: an operation's first run, and its replays and continuations.", no_args_is_help=True)
 
+_operation_id: Final = id_of("a run or of its monitor", "`fencepost runs list` shows the runs")
+
 
 @lineages.callback()
 def _group() -> None:
@@ -27,8 +29,8 @@ def _group() -> None:
 
 @lineages.command()
 def erase(
-    tenant: Annotated[str, typer.Argument(help="The lineage's tenant.")],
-    operation: Annotated[UUID, typer.Argument(help="Any of its runs, or its monitor's id.", metavar="ID")],
+    tenant: Annotated[str, typer.Argument(help="The lineage's tenant.", metavar="TENANT")],
+    operation: Annotated[UUID, typer.Argument(help="Any of its runs, or its monitor's id.", metavar="ID", parser=_operation_id)],
     actor: Actor,
     reason: Reason,
     dry_run: DryRun = False,
@@ -44,19 +46,21 @@ def erase(
 
     Example:
 
-      fencepost lineages erase acme 01a2297b-0198-7227-a94b-e181bb24ee35 --actor ana --reason "request 4711 of the customer"
+      fencepost lineages erase acme 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --actor ana --reason "request 4711 of the customer"
     """
     check_text(tenant=tenant, actor=actor, reason=reason)
     with answering():
         answer = asyncio.run(_erase(database_url, (tenant, operation, actor, reason), dry_run=dry_run))
         if answer["outcome"] == "not_found":
-            raise RunNotFound(f"tenant {tenant} has no run and no monitor {operation}")
+            raise RunNotFound("the tenant has no run and no monitor of this id; `fencepost runs list` shows the runs")
     if as_json:
         print_json({"tenant_id": tenant, "dry_run": dry_run, **plain(answer)})
     elif answer["outcome"] == "already_erased":
         typer.echo("Already erased. Nothing was changed.")
     else:
-        typer.echo(f"{'Would be: ' * dry_run}Erased, runs: {answer['runs']}.")
+        count = "1 run" if answer["runs"] == 1 else f"{answer['runs']} runs"
+        typer.echo(f"{'Would be erased' if dry_run else 'Erased'}: {count}.")
 
 
 async def _erase(database_url: str, arguments: tuple[object, ...], *, dry_run: bool) -> Mapping[str, Any]:

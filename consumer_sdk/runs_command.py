@@ -73,6 +73,9 @@ def list_runs(
     if as_json:
         print_json([plain(row) for row in found])
         return
+    if not found:
+        typer.echo("No run fits.")
+        return
     print_rows(["run", "tries", "age", "tenant", "workflow", "state"], [_listed(row) for row in found], whole=3)
 
 
@@ -103,7 +106,8 @@ def show(run_id: RunId, tenant: _Tenant = None, database_url: DatabaseUrl = "", 
 
       fencepost runs show 01a2297b-0198-7227-a94b-e181bb24ee35
 
-      fencepost runs show 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --json
+      fencepost runs show 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --tenant acme --json
     """
     check_text(tenant=tenant)
     with answering():
@@ -144,7 +148,8 @@ async def _tenant_of(inspector: Inspector, run_id: UUID) -> str:
 
 def _not_found(what: str) -> RunNotFound:
     """For whoever pasted another id: they look alike."""
-    return RunNotFound(f"{what}; `fencepost runs list` shows the ids of runs, which are neither monitors' ids nor idempotency keys")
+    remedy = "`fencepost runs list` shows the ids of runs; a key is none, nor is the id in a Location: see run_id_header"
+    return RunNotFound(f"{what}; {remedy}")
 
 
 def _print_summary(run: Mapping[str, Any]) -> None:
@@ -293,7 +298,8 @@ def cancel(
 
     Example:
 
-      fencepost runs cancel 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "customer withdrew"
+      fencepost runs cancel 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --tenant acme --actor ana --reason "customer withdrew"
     """
     check_text(tenant=tenant, actor=actor, reason=reason)
     with answering():
@@ -336,7 +342,8 @@ def resume(
 
     Example:
 
-      fencepost runs resume 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "version 1 is back"
+      fencepost runs resume 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --tenant acme --actor ana --reason "version 1 is back"
     """
     check_text(tenant=tenant, actor=actor, reason=reason)
     with answering():
@@ -393,7 +400,8 @@ def replay(
 
     Example:
 
-      fencepost runs replay 01a2297b-0198-7227-a94b-e181bb24ee35 --tenant acme --actor ana --reason "provider is back"
+      fencepost runs replay 01a2297b-0198-7227-a94b-e181bb24ee35 \\
+        --tenant acme --actor ana --reason "provider is back"
     """
     check_text(tenant=tenant, actor=actor, reason=reason)
     retention = _retention(ledger_retention_days, ledger_retention_hours)

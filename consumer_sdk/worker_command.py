@@ -8,6 +8,7 @@ from consumer_sdk.loading import load_handlers
 from consumer_sdk.service import run_service
 from consumer_sdk.worker import Worker
 from consumer_sdk.worker_settings import load_worker_settings
+from fencepost.console import naming_options
 from fencepost.logs import configure_logs
 
 __all__ = ["worker"]
@@ -33,10 +34,12 @@ def run(
 
     Example:
 
-      FENCEPOST_DATABASE_URL=postgresql://app@db/app fencepost worker run orders.work:handlers
+      FENCEPOST_DATABASE_URL=postgresql://app@db/app \\
+      fencepost worker run orders.work:handlers
     """
     given = {"database_url": database_url, "worker_concurrency": concurrency}
-    settings = load_worker_settings({name: value for name, value in given.items() if value is not None})
+    with naming_options(FENCEPOST_DATABASE_URL="--database-url", FENCEPOST_WORKER_CONCURRENCY="--concurrency"):
+        settings = load_worker_settings({name: value for name, value in given.items() if value is not None})
     found = load_handlers(handlers)
 
     def make() -> Worker:

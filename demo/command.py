@@ -21,7 +21,7 @@ __all__ = ["register"]
 
 _PLAIN_WIDTH = 120
 
-_HELP = """Run the whole thing on real services, kill a relay, and count.
+_HELP = """Run the whole thing on real services, kill relays, consumers and a provider, and count.
 
 Starts PostgreSQL and Kafka (the first set-up takes a minute or two), an order service whose writers commit, roll back,
 dawdle and write in bulk, two relays of which one is killed with -9 midway, and a plain Kafka consumer. Then compares

@@ -3,6 +3,7 @@
 Whatever is killed can be started again under its name. Everything ends with the program.
 """
 
+import argparse
 import asyncio
 import base64
 import logging
@@ -22,7 +23,7 @@ from demo.ground import database
 from demo.processes import Processes
 from fencepost.devservices import Services, ServicesError, free_port, start_services
 
-__all__ = ["Stage", "eventually", "keep_open", "open_stage", "told"]
+__all__ = ["Stage", "eventually", "keep_open", "open_stage", "port_number", "told"]
 
 #: Prints a line at once, into a pipe too.
 told: Final = partial(print, flush=True)
@@ -30,6 +31,7 @@ told: Final = partial(print, flush=True)
 _READY_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 0.5
 _TICK_SECONDS: Final = 0.05
+_LARGEST_PORT: Final = 65_535
 # Short leases, so that whoever watches need not wait for what a kill has left behind.
 _LEASE: Final = {"LEASE_SECONDS": 3, "LEASE_MARGIN_SECONDS": 0.5}
 _WORKER: Final[Mapping[str, object]] = {f"WORKER_{name}": value for name, value in _LEASE.items()}
@@ -115,6 +117,13 @@ async def open_stage(
             yield Stage(processes, url, port=port, variables=variables)
 
 
+def port_number(text: str) -> int:
+    """The value of ``--port``, for argparse; 0 is any free one."""
+    if not text.isdecimal() or int(text) > _LARGEST_PORT:
+        raise argparse.ArgumentTypeError(f"must be 0 to {_LARGEST_PORT}; 0 takes a free one")
+    return int(text)
+
+
 def keep_open(application: str, handlers: str, *, port: int, begin: Callable[[str], str] = "open: {}".format) -> int:
     """Run a server and a worker until Ctrl-C, and start again whichever is killed. ``begin`` says, of the server's address, what
     can be done there. The exit code."""
@@ -147,7 +156,7 @@ async def _keep_open(
             await asyncio.sleep(_LOOK_SECONDS)
             for name in stage.clear(start):
                 await start[name]()
-                told(f"the {name} was killed and is started again: kill -9 {stage.pid(name)}")
+                told(f"the {name} was killed and is started again, as process {stage.pid(name)}")
 
 
 async def answers(url: str) -> bool:

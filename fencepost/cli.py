@@ -4,6 +4,8 @@ Exit codes: 0 done; 1 the answer is no (a check failed, an event is unknown), or
 mend; 2 wrong usage or set-up.
 """
 
+import inspect
+import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -54,7 +56,24 @@ def app() -> typer.Typer:
         except ModuleNotFoundError as error:
             for command in _COMMANDS.get(entry.name, (entry.name,)):
                 _explain_missing(root, command, _reason(entry, error.name or "a package"))
+    _lay_out_helps(root)
     return root
+
+
+def _lay_out_helps(typed: typer.Typer) -> None:
+    """Typer wraps the lines of the source as they are, which at other widths leaves stubs."""
+    for command in typed.registered_commands:
+        command.help = _laid_out(command.help or inspect.getdoc(command.callback) or "")
+    for group in typed.registered_groups:
+        if group.typer_instance is not None:
+            _lay_out_helps(group.typer_instance)
+
+
+def _laid_out(text: str) -> str:
+    """Each paragraph as one line; examples, which are indented, as they stand."""
+    first, *rest = (part if part.startswith(" ") else part.replace("\n", " ") for part in re.split(r"\n{2,}", text.strip()))
+    # Typer cleans what follows the first paragraph as a docstring of its own, whose first line does not count for the indent.
+    return "\n\n\n".join([first, "\n\n".join(rest)]) if rest else first
 
 
 def _reason(entry: EntryPoint, missing: str) -> str:
@@ -63,7 +82,8 @@ def _reason(entry: EntryPoint, missing: str) -> str:
         hiding = find_spec(ours)
         place = hiding.origin if hiding and hiding.origin else "nowhere"
         return f"Fencepost's package {ours!r} is hidden by another one ({place}): start elsewhere, or rename that one"
-    return f"it needs {missing}: pip install 'fencepost[{_EXTRAS.get(entry.name, 'relay')}]'"
+    # From a clone: no package index has Fencepost, and a stranger's package may have its name there.
+    return f"it needs {missing}: in a clone of Fencepost, pip install '.[{_EXTRAS.get(entry.name, 'relay')}]'"
 
 
 def _explain_missing(root: typer.Typer, command: str, reason: str) -> None:

@@ -1,8 +1,9 @@
 """What the operator's commands share: one connection, named statements, JSON."""
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
@@ -11,9 +12,9 @@ import typer
 
 from fencepost.addresses import check_database_url
 from fencepost.database import connecting, translated
-from fencepost.errors import TransientError
+from fencepost.errors import ConfigurationError, TransientError
 
-__all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "print_json", "seconds"]
+__all__ = ["DatabaseUrl", "Inspector", "JsonOutput", "inspecting", "naming_options", "print_json", "seconds"]
 
 _TIMEOUT_SECONDS: Final = 30
 
@@ -44,18 +45,29 @@ async def inspecting(
     database_url: str, statements: Mapping[str, str], *, role: str, roles: Mapping[str, str] = MappingProxyType({})
 ) -> AsyncIterator[Inspector]:
     """An inspector, connected. Raises ``ConfigurationError`` without an address, ``TransientError`` without an answer."""
-    address = check_database_url(database_url)
+    with naming_options(FENCEPOST_DATABASE_URL="--database-url"):
+        address = check_database_url(database_url)
     try:
         async with connecting(role=role):
             connection = await asyncpg.connect(address, timeout=10)
     except TransientError as error:
         raise TransientError(
-            f"FENCEPOST_DATABASE_URL: the database does not answer ({error}); is it up, and the address right?"
+            f"FENCEPOST_DATABASE_URL (or --database-url): the database does not answer ({error}); is it up, and the address right?"
         ) from error
     try:
         yield Inspector(connection, statements, role=role, roles=roles)
     finally:
         await connection.close(timeout=5)
+
+
+@contextmanager
+def naming_options(**options: str) -> Iterator[None]:
+    """A ``ConfigurationError`` that names a variable names the command's option for it as well."""
+    try:
+        yield
+    except ConfigurationError as error:
+        message = re.sub(r"\w+", lambda word: f"{word[0]} (or {options[word[0]]})" if word[0] in options else word[0], str(error))
+        raise ConfigurationError(message) from None
 
 
 def print_json(value: object) -> None:

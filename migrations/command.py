@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fencepost.addresses import check_database_url
+from fencepost.console import naming_options
 from migrations.runner import Migration, migrate, migration_states
 
 __all__ = ["register"]
@@ -41,7 +42,8 @@ def _migrate(
     status: Annotated[bool, typer.Option("--status", help="Show every migration and when it was applied.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    database_url = check_database_url(database_url)
+    with naming_options(FENCEPOST_DATABASE_URL="--database-url"):
+        database_url = check_database_url(database_url)
     if status:
         _print_status(database_url, as_json=as_json)
         return

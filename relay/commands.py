@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fencepost.console import naming_options
 from fencepost.logs import configure_logs
 from fencepost.loops import fastest_loop
 from relay.app import Relay
@@ -51,10 +52,13 @@ def run(
 
     Example:
 
-      FENCEPOST_DATABASE_URL=postgresql://app@db/app FENCEPOST_KAFKA_BOOTSTRAP_SERVERS=kafka:9092 fencepost relay run
+      FENCEPOST_DATABASE_URL=postgresql://app@db/app \\
+      FENCEPOST_KAFKA_BOOTSTRAP_SERVERS=kafka:9092 fencepost relay run
     """
     given = {"database_url": database_url, "kafka_bootstrap_servers": kafka_bootstrap_servers}
-    settings = load_settings({name: value for name, value in given.items() if value is not None})
+    options = {"FENCEPOST_DATABASE_URL": "--database-url", "FENCEPOST_KAFKA_BOOTSTRAP_SERVERS": "--kafka-bootstrap-servers"}
+    with naming_options(**options):
+        settings = load_settings({name: value for name, value in given.items() if value is not None})
 
     async def main() -> None:
         relay = Relay(settings)

@@ -28,7 +28,7 @@ def rebase(
 
     Example:
 
-      fencepost lanes rebase --reason "restored from the dump of 02:00 after the disk loss"
+      fencepost lanes rebase --reason "restored from the dump of 02:00"
     """
     if not dry_run and not reason.strip():
         raise ConfigurationError("--reason is required: it goes into the audit row")

@@ -18,7 +18,7 @@ _RECEIPTS_MOST: Final = 10_000
 
 
 def trace(
-    event_id: Annotated[str, typer.Argument(help="The event id: ce_id on Kafka, event_id in the outbox.")],
+    event_id: Annotated[str, typer.Argument(help="The event id: ce_id on Kafka, event_id in the outbox.", metavar="EVENT_ID")],
     database_url: DatabaseUrl = "",
     as_json: JsonOutput = False,
 ) -> None:
@@ -32,7 +32,7 @@ def trace(
       fencepost trace 01a2297b-0198-7227-a94b-e181bb24ee35
     """
     try:
-        wanted = uuid.UUID(event_id)
+        wanted = uuid.UUID(event_id.strip())
     except ValueError as error:
         raise ConfigurationError("EVENT_ID must be a UUID, such as 01a2297b-0198-7227-a94b-e181bb24ee35") from error
     story = asyncio.run(_story(database_url, wanted))
@@ -94,11 +94,14 @@ def _tell(story: dict[str, Any]) -> list[str]:
     if not story["delivered"] or receipt is None:
         state = "delivered; its receipt is past retention" if story["delivered"] else "waiting; `fencepost status` shows its lane"
         return [*lines, f"  state      {state}"]
+    count = "1 row" if receipt["row_count"] == 1 else f"{receipt['row_count']} rows"
     lines.append(f"  delivered  {receipt['created_at']} by {receipt['relay_id']}, generation {receipt['generation']}, "
-                 f"receipt {receipt['sequence']} ({receipt['row_count']} rows)")  # fmt: skip
+                 f"receipt {receipt['sequence']} ({count})")  # fmt: skip
     where = story["on_kafka"]
     if where is not None:
-        lines.append(
-            f"  on Kafka   partition {where['partition']}, between offsets {where['first_offset']} and {where['last_offset']}"
-        )
+        lines.append(f"  on Kafka   partition {where['partition']}, {_offsets(where['first_offset'], where['last_offset'])}")
     return lines
+
+
+def _offsets(first: int, last: int) -> str:
+    return f"at offset {first}" if first == last else f"between offsets {first} and {last}"

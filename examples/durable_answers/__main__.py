@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from examples.durable_answers.drive import Drive, Driven
-from examples.stage import Stage, keep_open, open_stage, told
+from examples.stage import Stage, keep_open, open_stage, port_number, told
 from fencepost.devservices import Services, ServicesError, start_services
 
 _APP: Final = "examples.durable_answers.app:app"
@@ -49,8 +49,10 @@ def _show(driven: Driven) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="examples.durable_answers", description="A page whose stream survives what is killed.")
-    parser.add_argument("--port", type=int, default=8081, help="where the page is served; default 8081")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.durable_answers", description="A page whose stream survives what is killed."
+    )
+    parser.add_argument("--port", type=port_number, default=8081, help="where the page is served; default 8081")
     parser.add_argument("--drive", action="store_true", help="in a headless chromium, with everything killed; then end")
     parser.add_argument("--screenshots", type=Path, metavar="DIR", help="with --drive: keep screenshots in this directory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --drive: write what came of it to this file")

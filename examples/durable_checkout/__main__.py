@@ -93,7 +93,9 @@ def _show(numbers: Numbers) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="examples.durable_checkout", description="A checkout on durable routes, with kills.")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.durable_checkout", description="A checkout on durable routes, with kills."
+    )
     parser.add_argument("--orders", type=int, default=24, help="how many are placed at once; default 24")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers and the answers to this file")
     return parser.parse_args()

@@ -29,10 +29,14 @@ class Exchange:
     def lines(self) -> list[str]:
         headers = [f"    {name}: {value}" for name, value in self.headers.items()]
         mark = "" if self.right else "    <- NOT what the contract says"
-        return [self.title, f"  > {self.request}", f"  < {self.status}{mark}", *headers, f"    {self.body[:_CHARACTERS]}", ""]
+        return [self.title, f"  > {self.request}", f"  < {self.status}{mark}", *headers, f"    {_cut(self.body)}", ""]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _cut(body: str) -> str:
+    return body if len(body) <= _CHARACTERS else f"{body[: _CHARACTERS - 1]}…"
 
 
 class Walk:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from uuid import uuid4
 
-from examples.stage import keep_open
+from examples.stage import keep_open, port_number
 
 
 def begin(url: str) -> str:
@@ -18,7 +18,7 @@ Send it again: it is the same order. What else there is: docs/guides/durable-rou
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="examples.durable_hello", description="The tutorial's service.")
-    parser.add_argument("--port", type=int, default=8080, help="where it listens; default 8080")
+    parser = argparse.ArgumentParser(prog="python -m examples.durable_hello", description="The tutorial's service.")
+    parser.add_argument("--port", type=port_number, default=8080, help="where it listens; default 8080")
     port = parser.parse_args().port
     sys.exit(keep_open("examples.durable_hello.app:app", "examples.durable_hello.app:durable", port=port, begin=begin))

@@ -11,10 +11,19 @@ What was started is stopped with the run, by its own process id, also when the r
 `python -m fencepost.devservices` starts them for a shell or for one command.
 """
 
-from fencepost.devservices.errors import ServicesError
-from fencepost.devservices.kafka import Broker
-from fencepost.devservices.postgres import LocalPostgres
-from fencepost.devservices.processes import free_port
-from fencepost.devservices.services import Kind, Services, start_services
+import sys
+
+try:
+    from fencepost.devservices.errors import ServicesError
+    from fencepost.devservices.kafka import Broker
+    from fencepost.devservices.postgres import LocalPostgres
+    from fencepost.devservices.processes import free_port
+    from fencepost.devservices.services import Kind, Services, start_services
+except ModuleNotFoundError as error:
+    # While `python -m` looks for a module, its name stands there as "-m": a person waits for words, a program for the error.
+    if sys.argv[0] != "-m":
+        raise
+    sys.stderr.write(f"fencepost.devservices needs {error.name}: in a clone of Fencepost, pip install -e '.[dev]'\n")
+    sys.exit(2)
 
 __all__ = ["Broker", "Kind", "LocalPostgres", "Services", "ServicesError", "free_port", "start_services"]

@@ -721,7 +721,7 @@ def test_a_missing_address_is_told_in_one_line() -> None:
     done = command("worker", "run", HANDLERS)
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "FENCEPOST_DATABASE_URL is required" in done.stderr
+    assert "FENCEPOST_DATABASE_URL (or --database-url) is required" in done.stderr
 
 
 def test_a_missing_schema_ends_with_its_remedy(empty_database_url: str) -> None:

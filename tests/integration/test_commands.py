@@ -87,6 +87,8 @@ async def test_an_operator_sees_lanes_and_events_and_not_their_payloads(
     assert story["on_kafka"]["first_offset"] == story["on_kafka"]["last_offset"] == 0
     assert story["receipt"]["row_count"] == 1
     assert "secret" not in output
+    code, output = await fencepost("trace", f" {event_id} ", database_url=logins["fencepost_operator"])
+    assert (code, "(1 row)" in output, "at offset 0\n" in output) == (0, True, True)
     code, output = await fencepost("status", "--json", database_url=logins["fencepost_operator"])
     assert code == 0
     assert {lane["lease_owner"] for lane in json.loads(output)["lanes"]} == {json.loads(output)["relays"][0]["relay_id"]}
@@ -135,4 +137,12 @@ async def test_a_wrong_address_ends_every_command_with_one_line_that_does_not_qu
     code, output = await fencepost(*command, database_url=address, kafka_bootstrap_servers="127.0.0.1:1")
     assert code == 2
     assert "FENCEPOST_DATABASE_URL" in output
+    assert command == ("check",) or "(or --database-url)" in output
     assert "s3cret" not in output
+
+
+async def test_what_a_consumer_was_not_told_is_named_with_its_options() -> None:
+    code, output = await fencepost("consumer", "run", "nowhere:app", database_url="", kafka_bootstrap_servers="127.0.0.1:1")
+    assert code == 2
+    for named in ("DATABASE_URL (or --database-url)", "CONSUMER_TOPICS (or --topics)", "CONSUMER_GROUP (or --group)"):
+        assert f"FENCEPOST_{named}" in output

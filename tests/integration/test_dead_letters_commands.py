@@ -113,6 +113,29 @@ async def test_states_choose_what_is_over_as_well(database: "asyncpg.Connection[
     assert await ids(command, "--state", "all") == list(known.values())
 
 
+async def test_a_code_that_only_repeats_the_reason_is_not_said_twice(database: "asyncpg.Connection[Any]", command: Command) -> None:
+    (repeated,) = await bury(database, reason="invalid_payload", error_code="invalid_payload")
+    await bury(database, reason="rejected", error_code="bad_iban")
+    for words in (("list",), ("summary",), ("show", repeated)):
+        _, output = await command("dead-letters", *words)
+        assert output.count("invalid_payload") == 1, output
+        assert words[0] == "show" or "rejected: bad_iban" in output
+
+
+@pytest.mark.parametrize(
+    "words", [("show",), ("redrive", *BY_ANA), ("discard", *BY_ANA), ("list", "--after")], ids=lambda it: it[0]
+)
+async def test_what_is_no_dead_letters_id_is_refused_unquoted_with_where_to_find_one(
+    words: tuple[str, ...], database: "asyncpg.Connection[Any]", command: Command
+) -> None:
+    code, output = await command("dead-letters", *words, "garbage")
+    assert code == 2
+    assert "must be the id of a dead letter, a UUID; `fencepost dead-letters list` shows them" in output
+    assert "garbage" not in output
+    (letter,) = await bury(database)
+    assert (await command("dead-letters", *words, f" {letter} "))[0] == 0
+
+
 async def test_the_summary_counts_what_they_have_in_common(database: "asyncpg.Connection[Any]", command: Command) -> None:
     await bury(database, 3, error_code="bad_iban", ago=timedelta(hours=2))
     await bury(database, 1, error_code="bad_iban", state="redriving")
@@ -206,7 +229,8 @@ async def test_show_tells_everything_but_bytes_and_writes_the_payload_where_it_i
     code, output = await command("dead-letters", "show", letter, "--payload-to", target)
     assert code == 2
     assert "File exists" in output
-    assert (await command("dead-letters", "show", uuid.uuid4()))[0] == 1
+    ended, said = await command("dead-letters", "show", uuid.uuid4())
+    assert (ended, "`fencepost dead-letters list --state all`" in said) == (1, True)
 
 
 async def test_a_redrive_is_asked_for_once_waited_for_and_audited(made: Stage, command: Command) -> None:

@@ -106,11 +106,25 @@ async def test_show_finds_the_effects_of_a_lineage_by_any_of_its_runs(bench: Ben
     assert (told["run_key"], told["error_code"]) == (wanted.key.run_key, "declined")
 
 
+async def test_an_empty_list_says_so_and_is_json_where_json_was_asked_for(bench: Bench, command: Command) -> None:
+    assert await command("effects", "list") == (0, "No effect is open.\n")
+    assert await command("effects", "list", "--state", "failed") == (0, "No effect fits.\n")
+    assert await command.json("effects", "list") == []
+
+
+async def test_blanks_that_were_pasted_along_are_no_part_of_a_run(bench: Bench, command: Command) -> None:
+    wanted = await unknown(bench)
+    tenant, run_key = named(wanted)
+    (told,) = await command.json("effects", "show", tenant, f" {run_key} ")
+    assert told["run_key"] == run_key
+
+
 async def test_what_is_not_there_or_another_tenants_is_told_alike(bench: Bench, command: Command) -> None:
     wanted = await unknown(bench)
     for tenant, run_key in (("acme", "nothing"), ("acme", uuid.uuid4()), ("globex", wanted.key.run_key)):
         code, output = await command("effects", "show", tenant, run_key)
-        assert (code, "has no effects" in output) == (1, True)
+        assert (code, "has no effects" in output, "`fencepost effects list`" in output) == (1, True, True)
+        assert str(run_key) not in output
         code, _ = await command("effects", "resolve", tenant, run_key, "--as", "absent", "--generation", 1, *BY_ANA)
         assert code == 1
     assert await audit(bench) == []

@@ -221,9 +221,9 @@ async def test_a_dry_run_erases_nothing_and_people_are_told(shop: Shop, command:
     async with telling(shop, command):
         root = (await lineages(shop))[0]["runs"][0]
         before = await marked(shop.connection)
-        assert await command("lineages", "erase", "acme", root, *BY_ANA, "--dry-run") == (0, "Would be: Erased, runs: 3.\n")
+        assert await command("lineages", "erase", "acme", root, *BY_ANA, "--dry-run") == (0, "Would be erased: 3 runs.\n")
         assert await marked(shop.connection) == before
-        assert await command("lineages", "erase", "acme", root, *BY_ANA) == (0, "Erased, runs: 3.\n")
+        assert await command("lineages", "erase", "acme", root, *BY_ANA) == (0, "Erased: 3 runs.\n")
         assert await command("lineages", "erase", "acme", root, *BY_ANA) == (0, "Already erased. Nothing was changed.\n")
     rows = await shop.connection.fetch("SELECT actor, reason, detail FROM fencepost.audit WHERE command = 'lineages erase'")
     assert [(row["actor"], row["reason"], json.loads(row["detail"])) for row in rows] == [
@@ -537,8 +537,18 @@ async def test_another_tenants_lineage_does_not_exist(shop: Shop, command: Comma
     before = await everything_stored(shop.connection)
     for unknown in (found["runs"][0], found["monitor_id"], uuid.uuid4()):
         ended, output = await command("lineages", "erase", "other", unknown, *BY_ANA)
-        assert (ended, output) == (1, f"fencepost: tenant other has no run and no monitor {unknown}\n")
+        assert (ended, output) == (
+            1,
+            "fencepost: the tenant has no run and no monitor of this id; `fencepost runs list` shows the runs\n",
+        )
     assert await everything_stored(shop.connection) == before
+
+
+async def test_what_is_no_id_is_refused_unquoted_with_where_to_find_one(command: Command) -> None:
+    ended, output = await command("lineages", "erase", "acme", "customer-4711", *BY_ANA)
+    assert ended == 2
+    assert "must be the id of a run or of its monitor, a UUID; `fencepost runs list` shows the runs" in output
+    assert "customer-4711" not in output
 
 
 async def test_an_erasure_needs_a_name_and_a_reason(hall: Hall, command: Command) -> None:

@@ -203,7 +203,17 @@ async def test_what_is_no_runs_id_is_refused_with_where_to_find_one(words: tuple
         assert pasted not in output
     code, output = await command("runs", name, uuid.uuid4(), *rest)
     assert code == 1
-    assert "`fencepost runs list` shows the ids of runs, which are neither monitors' ids nor idempotency keys" in output
+    assert "`fencepost runs list` shows the ids of runs; a key is none, nor is the id in a Location" in output
+
+
+async def test_blanks_that_were_pasted_along_are_no_part_of_an_id(runs: Runs, command: Command) -> None:
+    run = await dead_run(runs)
+    assert (await command("runs", "show", f" {run} "))[0] == 0
+
+
+async def test_an_empty_list_says_so_and_is_json_where_json_was_asked_for(runs: Runs, command: Command) -> None:
+    assert await command("runs", "list") == (0, "No run fits.\n")
+    assert await command.json("runs", "list") == []
 
 
 @pytest.mark.parametrize("words", [("show",), ("cancel",), ("replay",)], ids=" ".join)

@@ -1,5 +1,6 @@
 """The counting of the examples of durable routes: each number must be able to fail them."""
 
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from examples.durable_answers.drive import Driven
 from examples.durable_answers.model import PARAGRAPHS, answer_to, tokens
 from examples.durable_checkout.counting import Numbers, Result
 from examples.durable_checkout.walk import Exchange
+from examples.stage import port_number
 
 RIGHT = Exchange(title="", request="", status=201, headers={}, body="", right=True)
 NUMBERS = Numbers(
@@ -20,6 +22,20 @@ DRIVEN = Driven(
     prompt="Why?", text=answer_to("Why?"), result=answer_to("Why?"), ids=["0.0", "0.1", "1.0", "1.1"], ids_before_reload=["0.0"],
     attempts=[1], kept_through_kill=1, live_chunks=1, requests_before_reload=3, connections_cut=1, state="done",
 )  # fmt: skip
+
+
+def test_an_answer_that_is_cut_says_so() -> None:
+    whole, cut = (replace(RIGHT, body="x" * length).lines()[-2] for length in (110, 111))
+    assert whole.endswith("xx")
+    assert len(cut) == len(whole)
+    assert cut.endswith("x…")
+
+
+@pytest.mark.parametrize("port", ["99999", "65536", "-1", "http", ""])
+def test_a_port_that_cannot_be_is_wrong_usage(port: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="0 to 65535"):
+        port_number(port)
+    assert port_number("65535") == 65_535
 
 
 def test_a_run_that_kept_everything_is_kept() -> None:
