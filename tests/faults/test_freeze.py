@@ -4,7 +4,10 @@ Answers or requests are held by a proxy between the relay and the broker, so "in
 The broken model, a producer that is stopped instead of discarded, runs through the same scenario and must publish late.
 """
 
+import asyncio
+import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -24,6 +27,7 @@ from tests.support.waiting import eventually
 
 PARTITIONS = 4
 LARGE = 900_000
+SEND_BUFFER_BYTES = 65_536
 
 
 class StoppingProducer(Producer):
@@ -36,6 +40,10 @@ class StoppingProducer(Producer):
         if not self._gone:
             await self._producer.stop()
             self._gone = True
+
+
+def transports(client: Any) -> Sequence[asyncio.Transport]:
+    return [connection._writer.transport for connection in client._conns.values() if connection._writer is not None]
 
 
 def key_of(partition: int) -> str:
@@ -132,16 +140,18 @@ async def test_half_a_request_in_the_buffer_is_not_finished_after_the_lease(kafk
     async with KafkaProxy(kafka) as proxy:
         relay = Publisher(proxy.address)
         await relay.open(name)
+        client = relay.producers[-1]._producer.client
+        for transport in transports(client):
+            # The kernel's own choice grows with what it has seen of the network, to more than all of these rows.
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         proxy.reading.clear()
         numbers = range(PARTITIONS * 4)
         rows = [row for number in numbers for row in rows_for(number % PARTITIONS, [number + 1], topic=name, payload=bytes(LARGE))]
         flights = [relay.flight(lane, rows[lane * PARTITIONS : (lane + 1) * PARTITIONS]) for lane in range(4)]
         relay.publishing.start(flights)
-        client = relay.producers[-1]._producer.client
 
         def buffered() -> bool:
-            transports = [connection._writer.transport for connection in client._conns.values() if connection._writer is not None]
-            return any(transport.get_write_buffer_size() for transport in transports)
+            return any(transport.get_write_buffer_size() for transport in transports(client))
 
         await eventually(buffered, message="a part of a request waits in the process")
         await relay.lose(flights)

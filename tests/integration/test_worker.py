@@ -344,13 +344,13 @@ async def test_a_holder_whose_lease_was_taken_is_cancelled_and_writes_nothing(sh
             raise
 
     worker = await shop.start(
-        handled(report), worker_lease_seconds=1, worker_lease_margin_seconds=0.3, worker_poll_interval_ms=60_000
-    )
+        handled(report), worker_lease_seconds=1, worker_lease_margin_seconds=0.3, worker_concurrency=1
+    )  # without a free slot it claims nothing, and the other gets the job
     run = await shop.runs.accept()
     await barrier.arrived()
     await shop.runs.expire_lease(run)
     other = Runs(shop.connection, "other", workflow=WORKFLOW)
-    held = await other.claim_one()
+    held = await other.claim_soon()
     await eventually(lambda: outcomes(worker) == {"lost": 1}, message="the attempt ended as lost")
 
     assert refused == ["LeaseLost"] * 3
@@ -373,13 +373,14 @@ async def test_a_stopping_worker_does_not_release_what_it_lost(shop: Shop) -> No
     async def report(context: RunContext, _value: Any) -> None:
         await barrier.wait(context)
 
-    worker = await shop.start(handled(report), worker_stop_grace_seconds=0.4)
+    # Without a free slot it claims nothing, and the other gets the job.
+    worker = await shop.start(handled(report), worker_stop_grace_seconds=0.4, worker_concurrency=1)
     run = await shop.runs.accept()
     await barrier.arrived()
     await shop.runs.expire_lease(run)
     other = Runs(shop.connection, "other", workflow=WORKFLOW)
-    worker.stop()  # it claims no more, so that the other gets the job
-    held = await other.claim_one()
+    worker.stop()
+    held = await other.claim_soon()
     await shop.stop(worker)
 
     job = await shop.job(run)

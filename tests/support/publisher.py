@@ -59,10 +59,17 @@ class Publisher:
         )
 
     async def open(self, topic: str) -> None:
-        """Have a producer that knows the topic."""
+        """Have a producer that knows the topic's leaders and is connected to them: nothing has to be asked before it can send."""
         self.publishing.open()
         await self.ready()
-        await self.producers[-1].learn_topic(topic, 10.0)
+        producer = self.producers[-1]
+
+        async def connected() -> bool:
+            count = await producer.learn_topic(topic, 10.0)
+            leaders = {producer.leader(topic, partition) for partition in range(count)}
+            return bool(leaders) and all([node is not None and await producer._producer.client.ready(node) for node in leaders])
+
+        await eventually(connected, 30.0, message="the topic has leaders")
 
     async def ready(self) -> None:
         """Wait for a producer at hand."""

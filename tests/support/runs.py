@@ -14,6 +14,7 @@ import asyncpg
 from uuid_utils.compat import uuid7
 
 from fencepost.statements import load_statements
+from tests.support.waiting import eventually
 
 __all__ = ["LEASE", "Held", "Key", "Runs", "new_key"]
 
@@ -94,6 +95,11 @@ class Runs:
     async def claim_one(self, **options: Any) -> Held:
         """The one job that is ready."""
         (held,) = await self.claim(**options)
+        return held
+
+    async def claim_soon(self) -> Held:
+        """The same beside a worker, whose own statement may have the row locked just now."""
+        held: Held = (await eventually(self.claim, message="the job is claimed"))[0]
         return held
 
     # Each write says whether it changed the job: False is a lost lease.
