@@ -26,8 +26,9 @@ from consumer_sdk.inspection import answering, check_text, inspecting
 from fencepost.console import print_json
 from fencepost.errors import TransientError
 
-__all__ = ["MOST_LETTERS", "Request", "perform"]
+__all__ = ["MOST_LETTERS", "NO_LETTER", "Request", "perform"]
 
+NO_LETTER: Final = "there is no such dead letter; `fencepost dead-letters list --state all` shows all there are"
 #: Letters that one command changes at most.
 MOST_LETTERS: Final = 100_000
 _EXAMPLES: Final = 5
@@ -35,7 +36,7 @@ _TOLD_MOST: Final = 20
 _PROGRESS_SECONDS: Final = 2.0
 
 _SAYS: Final = {
-    "not_found": "there is no such dead letter; `fencepost dead-letters list --state all` shows all there are",
+    "not_found": NO_LETTER,
     "not_dead": "it is {state}: somebody else was first, or it is over; nothing was changed",
     "changed": "it was redriven by another meanwhile and is dead again: look at it anew; nothing was changed",
     "ambiguous": "an effect may have happened that no ledger row tells of: find out, then say --effects-checked",

@@ -14,7 +14,7 @@ from uuid import UUID
 import typer
 
 from consumer_sdk.dead_letter_batches import Change
-from consumer_sdk.dead_letter_changes import MOST_LETTERS, Request, perform
+from consumer_sdk.dead_letter_changes import MOST_LETTERS, NO_LETTER, Request, perform
 from consumer_sdk.dead_letter_filter import (
     AFTER,
     OPEN,
@@ -254,7 +254,7 @@ async def _shown(
     async with inspecting(database_url) as inspector:
         found = await inspector.rows("dead_letter", dead_letter_id, _HEADERS_MOST, _VALUE_BYTES)
         if not found:
-            _say_no("there is no such dead letter; `fencepost dead-letters list --state all` shows all there are")
+            _say_no(NO_LETTER)
         letter = found[0]
         effects = await inspector.rows("effects_of", letter["tenant_id"], [letter["run_key"]], None, _EFFECTS_MOST)
         history = await inspector.rows("dead_letter_audit", dead_letter_id, _AUDIT_MOST)

@@ -79,9 +79,7 @@ class Handling:
             raise
         except NotAlone:
             delivery.first_tried_at = None  # it was not: patience is with what is tried
-            pause = ENVIRONMENT.delay(delivery.postponed)
-            delivery.postponed += 1
-            return Again(pause, spent=False)
+            return await self.settled(delivery, Again(ENVIRONMENT.delay(delivery.postponed), spent=False))
         except Exception as error:  # noqa: BLE001 - a boundary: it could not be counted, so it was not begun
             return await self.failed(delivery, error)
 

@@ -14,6 +14,7 @@ import structlog
 from consumer_sdk.classification import Retryable
 from consumer_sdk.delivery import Delivery
 from consumer_sdk.message_handlers import MessageHandler
+from fencepost.cancelling import REMEDY
 from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
 
@@ -26,10 +27,7 @@ _MARGIN_SECONDS: Final = 5.0
 _TOLD_AT_ONCE: Final = 5
 # uvloop's timers are of whole milliseconds, and ring before a moment that lies between two.
 _EARLY_SECONDS: Final = 0.001
-_REMEDY: Final = (
-    "it catches its own cancellation, or waits without a bound while it cleans up: let asyncio.CancelledError pass; where it does"
-    " not end, a restart of the process frees the partition"
-)
+_REMEDY: Final = f"{REMEDY}; where it does not end, a restart of the process frees the partition"
 
 
 class AttemptDeadline(Retryable):

@@ -19,6 +19,7 @@ from consumer_sdk.jobs import JobKey
 from consumer_sdk.run_store import RunStore
 from consumer_sdk.worker_metrics import WorkerMetrics
 from consumer_sdk.worker_settings import WorkerSettings
+from fencepost.cancelling import REMEDY
 from fencepost.clock import lease_clock
 from fencepost.errors import TransientError
 
@@ -30,10 +31,7 @@ _MOST_AT_ONCE: Final = 500
 _MOST_HEARD_OF: Final = 1_000
 # Beyond what a handler may take to clean up.
 _PATIENCE_SECONDS: Final = 5.0
-_REMEDY: Final = (
-    "it catches its own cancellation, or waits without a bound while it cleans up: let asyncio.CancelledError pass; where it does"
-    " not end, a restart of the process frees its slot"
-)
+_REMEDY: Final = f"{REMEDY}; where it does not end, a restart of the process frees its slot"
 # Past its deadline the database renews an attempt no more, and a lost lease cannot be renewed.
 _NOT_RENEWED: Final = frozenset({StopReason.LEASE_LOST, StopReason.ATTEMPT_DEADLINE})
 

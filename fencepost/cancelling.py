@@ -3,8 +3,10 @@
 import asyncio
 from typing import Any, Final
 
-__all__ = ["cancelled"]
+__all__ = ["REMEDY", "cancelled"]
 
+#: For whoever wrote what does not end.
+REMEDY: Final = "it catches its own cancellation, or waits without a bound while it cleans up: let asyncio.CancelledError pass"
 _AGAIN_SECONDS: Final = 0.2
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -54,19 +54,33 @@ async def orders(topic: TopicFactory) -> str:
 
 
 @pytest.fixture
-def bills(database_url: str, kafka: str, orders: str, tmp_path: Path, watchdog: Watchdog) -> Iterator[ServiceProcess]:
+def start(database_url: str, kafka: str, tmp_path: Path, watchdog: Watchdog) -> Iterator[Callable[..., ServiceProcess]]:
+    """A page's module as a consumer: its source and its command, and settings beside those of the run's services."""
+    started: list[ServiceProcess] = []
+
+    def consumer(module: str, source: str, command: str, **settings: str) -> ServiceProcess:
+        (tmp_path / f"{module}.py").write_text(source)
+        port = free_port()
+        started.append(
+            ServiceProcess(
+                ["-m", "fencepost", *command.split()],
+                {"database_url": database_url, "kafka_bootstrap_servers": kafka, "consumer_http_port": port, **settings},
+                http_port=port, log=tmp_path / "consumer.log", watchdog=watchdog, environment={"PYTHONPATH": str(ROOT)},
+            )
+        )  # fmt: skip
+        return started[-1]
+
+    yield consumer
+    for process in started:
+        if process.running:
+            process.kill()
+
+
+@pytest.fixture
+def bills(start: Callable[..., ServiceProcess], orders: str) -> ServiceProcess:
     """README's, by README's command, on a topic of the test's."""
-    (tmp_path / "bills.py").write_text(BLOCK.findall(README)[1])
     [command] = re.findall(r"`fencepost (consumer run bills:app [^`]+)`", README)
-    port = free_port()
-    process = ServiceProcess(
-        ["-m", "fencepost", *command.replace("--topics orders", f"--topics {orders}").split()],
-        {"database_url": database_url, "kafka_bootstrap_servers": kafka, "consumer_http_port": port},
-        http_port=port, log=tmp_path / "consumer.log", watchdog=watchdog, environment={"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    yield process
-    if process.running:
-        process.kill()
+    return start("bills", BLOCK.findall(README)[1], command.replace("--topics orders", f"--topics {orders}"))
 
 
 async def test_readme_s_consumer_bills_the_order_of_readme_s_producer(
@@ -89,20 +103,9 @@ async def test_readme_s_consumer_bills_the_order_of_readme_s_producer(
 
 
 @pytest.fixture
-def billing(database_url: str, kafka: str, orders: str, tmp_path: Path, watchdog: Watchdog) -> Iterator[ServiceProcess]:
-    (tmp_path / "billing.py").write_text(BLOCK.findall((GUIDES / "consuming.md").read_text())[0])
-    port = free_port()
-    process = ServiceProcess(
-        ["-m", "fencepost", "consumer", "run", "billing:app"],
-        {
-            "database_url": database_url, "kafka_bootstrap_servers": kafka, "consumer_topics": orders,
-            "consumer_group": orders, "consumer_http_port": port,
-        },
-        http_port=port, log=tmp_path / "consumer.log", watchdog=watchdog, environment={"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    yield process
-    if process.running:
-        process.kill()
+def billing(start: Callable[..., ServiceProcess], orders: str) -> ServiceProcess:
+    source = BLOCK.findall((GUIDES / "consuming.md").read_text())[0]
+    return start("billing", source, "consumer run billing:app", consumer_topics=orders, consumer_group=orders)
 
 
 async def test_the_quickstart_bills_each_order_once_and_stops(

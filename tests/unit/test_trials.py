@@ -311,7 +311,13 @@ async def test_a_message_whose_turn_has_not_come_is_put_off_without_end_and_spen
         stopping=asyncio.Event(),
     )
     delivery: Any = SimpleNamespace(
-        identity=of("a"), handler=SimpleNamespace(attempts=3), redrive=None, postponed=0, attempts=0, first_tried_at=1.0
+        identity=of("a"),
+        handler=SimpleNamespace(attempts=3),
+        redrive=None,
+        postponed=0,
+        attempts=0,
+        delay_seconds=None,
+        first_tried_at=1.0,
     )
 
     async def attempt() -> Any:
